@@ -1,0 +1,1 @@
+"""Benchmarks of mlx_npumoe. Imported as `mlx_npumoe.benchmarks`."""

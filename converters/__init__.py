@@ -1,0 +1,1 @@
+"""Core ML programs out of expert matrices. Imported as `mlx_npumoe.converters`; knows nothing of mlx-lm."""

@@ -1,0 +1,1 @@
+"""Run Mixture-of-Experts models on Apple Silicon with MLX and the Neural Engine."""

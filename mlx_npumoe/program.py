@@ -1,0 +1,113 @@
+"""What one expert program computes: the contract between planning, converters, devices and executors.
+
+Knows nothing of Core ML, devices or models: only which experts share a program, in which groups, and the
+shapes of what goes in and out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+WeightFormat = Literal["fp16", "int8"]
+WEIGHT_FORMATS: tuple[WeightFormat, ...] = ("fp16", "int8")
+LAYOUTS = ("layer",)
+BODIES = ("split",)
+
+
+class ExpertMatrices(NamedTuple):
+    """One expert's matrices in float32, each `(out, in)` as in a linear layer."""
+
+    gate: np.ndarray  # (F, D)
+    up: np.ndarray  # (F, D)
+    down: np.ndarray  # (D, F)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Experts of one capacity that share an input and an output of a program.
+
+    The input is `(1, G*D, 1, C)`: expert g owns channels g*D to (g+1)*D, tokens lie on the last axis. The
+    output has the same shape.
+    """
+
+    experts: tuple[int, ...]
+    capacity: int
+
+    @property
+    def rows(self) -> int:
+        """Token rows the group computes at every launch, pads included."""
+        return len(self.experts) * self.capacity
+
+
+@dataclass(frozen=True)
+class ProgramSpec:
+    """One program: the groups of experts of one MoE site.
+
+    Inputs are named `x0, x1, ...` and outputs `y0, y1, ...`, one of each per group, all float16. Every expert
+    computes `down(act(gate(x)) * up(x))`; the program's `up` (weights included) is scaled by `2**-up_shift`, so
+    outputs have to be multiplied by `2**up_shift` outside, where the range is wider.
+    """
+
+    hidden: int  # D
+    width: int  # F
+    groups: tuple[Group, ...]
+    activation: str = "silu"
+    weights: WeightFormat = "int8"
+    layout: str = "layer"
+    body: str = "split"
+    up_shift: int = 0
+
+    @property
+    def experts(self) -> tuple[int, ...]:
+        """Experts in slot order: group by group."""
+        return tuple(e for g in self.groups for e in g.experts)
+
+    @property
+    def capacities(self) -> tuple[int, ...]:
+        """Capacity of each of `experts`."""
+        return tuple(g.capacity for g in self.groups for _ in g.experts)
+
+    @property
+    def rows(self) -> int:
+        """Token rows computed at every launch, pads included."""
+        return sum(g.rows for g in self.groups)
+
+    def port_shape(self, group: int) -> tuple[int, int, int, int]:
+        """Shape of input `x{group}` and output `y{group}`: `(1, G*D, 1, C)`."""
+        g = self.groups[group]
+        return (1, len(g.experts) * self.hidden, 1, g.capacity)
+
+    def flops(self) -> int:
+        """Floating-point operations of one launch, pads included."""
+        return 6 * self.rows * self.hidden * self.width
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain JSON types."""
+        return {
+            "hidden": self.hidden,
+            "width": self.width,
+            "groups": [{"experts": list(g.experts), "capacity": g.capacity} for g in self.groups],
+            "activation": self.activation,
+            "weights": self.weights,
+            "layout": self.layout,
+            "body": self.body,
+            "up_shift": self.up_shift,
+        }
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> ProgramSpec:
+        """Back from `to_dict`."""
+        groups = tuple(Group(tuple(g["experts"]), int(g["capacity"])) for g in data["groups"])
+        return cls(
+            hidden=int(data["hidden"]),
+            width=int(data["width"]),
+            groups=groups,
+            activation=data["activation"],
+            weights=data["weights"],
+            layout=data["layout"],
+            body=data["body"],
+            up_shift=int(data["up_shift"]),
+        )
