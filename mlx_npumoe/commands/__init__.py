@@ -1,0 +1,62 @@
+"""One thin file a command: parse, call the API, print. What they share is here."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..errors import UsageError
+from ..progress import set_quiet
+
+
+def parser(name: str, description: str) -> argparse.ArgumentParser:
+    """A parser with the flags every command has."""
+    made = argparse.ArgumentParser(prog=f"mlx_npumoe.{name}", description=description)
+    add_common(made)
+    return made
+
+
+def add_common(made: argparse.ArgumentParser) -> None:
+    """`--json` and `--quiet`."""
+    made.add_argument("--json", action="store_true", help="Print the result as JSON on stdout.")
+    made.add_argument("--quiet", action="store_true", help="No progress and no notes.")
+
+
+def parse(made: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parse and apply the shared flags."""
+    args = made.parse_args(argv)
+    set_quiet(args.quiet)
+    return args
+
+
+def positive(text: str) -> int:
+    """argparse type: a whole number of at least one."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+    return value
+
+
+def require_parent(path: str | None, flag: str) -> None:
+    """Raises UsageError where a file asked for could not be written in the end."""
+    if path is None:
+        return
+    target = Path(path)
+    if target.is_dir() or not target.absolute().parent.is_dir() or not os.access(target.absolute().parent, os.W_OK):
+        raise UsageError(f"{flag} {path} cannot be written: its folder is missing or read-only, or it is a folder.")
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """Write a file under a temporary name, sync it, put it in place."""
+    target = Path(path)
+    partial = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    try:
+        with open(partial, "w", encoding="utf-8") as f:
+            f.write(text)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(partial, target)
+    finally:
+        partial.unlink(missing_ok=True)

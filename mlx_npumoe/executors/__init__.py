@@ -1,0 +1,1 @@
+"""The places where a (token, expert) pair can be computed, one file each."""

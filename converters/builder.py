@@ -1,0 +1,130 @@
+"""Core ML programs from experts: one ML Program per spec, emitted the same way every time.
+
+Layout `layer`: one program holds all groups, with an input and an output per group. Body `split`: the input is cut
+into experts on the channel axis, every expert is three dense 1x1 convolutions, and the results are joined on the
+channel axis. Knows neither models nor devices.
+
+Programs need macOS 13 (deployment target iOS16), for float16 ports and for int8 weights alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from mlx_npumoe.errors import ProgramError
+from mlx_npumoe.program import BODIES, LAYOUTS, ExpertMatrices, Group, ProgramSpec
+
+from . import formats
+from .toolkit import coremltools, no_progress_bars
+
+MAX_BRANCHES = 8  # more branches that meet in one concat make the Neural Engine's compiler explode
+ACTIVATIONS = ("silu",)
+_UNSTABLE_METADATA = ("com.github.apple.coremltools.conversion_date",)
+
+
+def build_program(spec: ProgramSpec, experts: Callable[[int], ExpertMatrices]) -> Any:
+    """The program of `spec` as a coremltools MLModel, not yet saved.
+
+    `experts(e)` gives the float32 matrices of expert e and is called once per expert, in slot order, so that one
+    expert is in memory at a time besides the weights already encoded. The passes of coremltools are left out: what
+    is built here is what is saved. Raises ProgramError where the spec or a matrix cannot be built.
+    """
+    _check_spec(spec)
+    ct = coremltools()
+    target = getattr(ct.target, formats.TARGETS[spec.weights][0])
+    program = _layer_program(spec, experts, target)
+    with no_progress_bars():
+        model = ct.convert(
+            program,
+            convert_to="mlprogram",
+            minimum_deployment_target=target,
+            compute_units=ct.ComputeUnit.CPU_AND_NE,
+            pass_pipeline=ct.PassPipeline.EMPTY,
+            skip_model_load=True,
+        )
+    for key in _UNSTABLE_METADATA:
+        model.user_defined_metadata.pop(key, None)
+    return model
+
+
+def _check_spec(spec: ProgramSpec) -> None:
+    def known(what: str, value: str, values: tuple[str, ...]) -> None:
+        if value not in values:
+            raise ProgramError(f"program {what} {value!r} is not supported: use one of {', '.join(values)}")
+
+    known("layout", spec.layout, LAYOUTS)
+    known("body", spec.body, BODIES)
+    known("weight format", spec.weights, tuple(formats.EMITTERS))
+    known("activation", spec.activation, ACTIVATIONS)
+    if spec.hidden < 1 or spec.width < 1 or not spec.groups:
+        raise ProgramError("a program needs a hidden size, an expert width and at least one group of experts")
+    if len(set(spec.experts)) != len(spec.experts):
+        raise ProgramError(f"an expert is in more than one slot of a program: {spec.experts}")
+    for i, group in enumerate(spec.groups):
+        if not group.experts or group.capacity < 1:
+            raise ProgramError(f"group {i} of a program has no experts or no capacity")
+        if len(group.experts) > MAX_BRANCHES:
+            raise ProgramError(
+                f"group {i} has {len(group.experts)} experts, but at most {MAX_BRANCHES} branches may meet in one "
+                f"concat: divide it into groups of {MAX_BRANCHES} or fewer"
+            )
+
+
+def _layer_program(spec: ProgramSpec, experts: Callable[[int], ExpertMatrices], target: Any) -> Any:
+    """Layout `layer`: one function with ports `x0, x1, ...` and `y0, y1, ...`."""
+    from coremltools.converters.mil import Builder as mb
+    from coremltools.converters.mil.mil import Function, Program, types
+
+    ports = {
+        f"x{i}": mb.TensorSpec(shape=spec.port_shape(i), dtype=types.fp16) for i in range(len(spec.groups))
+    }
+    program = Program()
+    with Function(ports, opset_version=target) as function:
+        function.set_outputs(
+            [_split_group(mb, spec, i, function.inputs[f"x{i}"], experts) for i in range(len(spec.groups))]
+        )
+    program.add_function("main", function)
+    return program
+
+
+def _split_group(mb: Any, spec: ProgramSpec, index: int, x: Any, experts: Callable[[int], ExpertMatrices]) -> Any:
+    """Body `split`: `(1, G*D, 1, C)` to `(1, G*D, 1, C)`. A group of one expert needs no split and no concat."""
+    group: Group = spec.groups[index]
+    name = f"y{index}"
+    if len(group.experts) == 1:
+        return _expert(mb, spec, group.experts[0], x, experts, name)
+    parts = mb.split(x=x, num_splits=len(group.experts), axis=1, name=f"x{index}_split")
+    results = [
+        _expert(mb, spec, e, part, experts, f"e{e}_down")
+        for e, part in zip(group.experts, parts, strict=True)
+    ]  # each (1, D, 1, C)
+    return mb.concat(values=results, axis=1, name=name)
+
+
+def _expert(
+    mb: Any, spec: ProgramSpec, expert: int, x: Any, experts: Callable[[int], ExpertMatrices], name: str
+) -> Any:
+    """`down(act(gate(x)) * up(x))` of one expert, `(1, D, 1, C)` to `(1, D, 1, C)`; the result is called `name`."""
+    matrices = _checked(spec, expert, experts(expert))
+    p = f"e{expert}"
+
+    def conv(matrix: np.ndarray, x: Any, name: str) -> Any:
+        weight = formats.emit(mb, spec.weights, matrix, f"{name}_weight")
+        return mb.conv(x=x, weight=weight, name=name)
+
+    gate = conv(matrices.gate, x, f"{p}_gate")  # (1, F, 1, C)
+    up = conv(matrices.up * np.float32(2.0**-spec.up_shift), x, f"{p}_up")  # (1, F, 1, C)
+    act = getattr(mb, spec.activation)(x=gate, name=f"{p}_act")
+    hidden = mb.mul(x=act, y=up, name=f"{p}_hidden")  # (1, F, 1, C)
+    return conv(matrices.down, hidden, name)
+
+
+def _checked(spec: ProgramSpec, expert: int, matrices: ExpertMatrices) -> ExpertMatrices:
+    wanted = ((spec.width, spec.hidden), (spec.width, spec.hidden), (spec.hidden, spec.width))
+    for name, matrix, shape in zip(matrices._fields, matrices, wanted, strict=True):
+        if matrix.shape != shape:
+            raise ProgramError(f"{name} of expert {expert} has shape {matrix.shape}, the program needs {shape}")
+    return ExpertMatrices(*(np.asarray(m, np.float32) for m in matrices))

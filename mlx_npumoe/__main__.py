@@ -1,0 +1,92 @@
+"""`python -m mlx_npumoe COMMAND ...` and the console scripts: finds the command, turns errors into one sentence."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+from .errors import NpumoeError, UsageError
+
+COMMANDS = {
+    "generate": "generate text, as mlx_lm.generate does, with hot experts on a second device",
+    "prepare": "calibrate, plan and emit everything a model needs; run once a model",
+    "calibrate": "record how a model's experts are used on a text",
+    "plan": "decide which experts go to the device, from a routing profile",
+    "programs": "emit or check the Core ML programs of a plan",
+    "inspect": "show a model's experts and what could move",
+    "doctor": "show what works on this machine, what is off, and why",
+}
+
+
+def run(command: str, argv: Sequence[str] | None = None) -> int:
+    """Run a command; its exit code: 0, 1 for failure, 2 for usage, 130 when interrupted."""
+    try:
+        return importlib.import_module(f".commands.{command}", __package__).main(argv)
+    except UsageError as e:
+        print(f"mlx_npumoe.{command}: error: {e}", file=sys.stderr)
+        return 2
+    except NpumoeError as e:
+        print(f"mlx_npumoe.{command}: error: {e}", file=sys.stderr)
+        return 1
+    except OSError as e:
+        where = f"{e.filename}: " if e.filename else ""
+        print(f"mlx_npumoe.{command}: error: {where}{e.strerror or e}; nothing was written there.", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(f"\nmlx_npumoe.{command}: interrupted", file=sys.stderr)
+        return 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry of `python -m mlx_npumoe`."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if argv and argv[0] in COMMANDS:
+        return run(argv[0], argv[1:])
+    listing = "\n".join(f"  {name:<10} {what}" for name, what in COMMANDS.items())
+    text = f"usage: python -m mlx_npumoe COMMAND ...\n\ncommands:\n{listing}\n\nCOMMAND --help tells more."
+    if argv and argv[0] in ("-h", "--help"):
+        print(text)
+        return 0
+    problem = f"unknown command {argv[0]!r}" if argv else "no command given"
+    print(f"{text}\n\nmlx_npumoe: error: {problem}", file=sys.stderr)
+    return 2
+
+
+def generate() -> int:
+    """Console script `mlx_npumoe.generate`."""
+    return run("generate")
+
+
+def prepare() -> int:
+    """Console script `mlx_npumoe.prepare`."""
+    return run("prepare")
+
+
+def calibrate() -> int:
+    """Console script `mlx_npumoe.calibrate`."""
+    return run("calibrate")
+
+
+def plan() -> int:
+    """Console script `mlx_npumoe.plan`."""
+    return run("plan")
+
+
+def programs() -> int:
+    """Console script `mlx_npumoe.programs`."""
+    return run("programs")
+
+
+def inspect() -> int:
+    """Console script `mlx_npumoe.inspect`."""
+    return run("inspect")
+
+
+def doctor() -> int:
+    """Console script `mlx_npumoe.doctor`."""
+    return run("doctor")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,82 @@
+"""The cache folder, and how a folder appears in it whole or not at all. Knows nothing about what is kept there."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+CACHE_VARIABLE = "MLX_NPUMOE_CACHE"
+DEFAULT_CACHE = "~/.cache/mlx_npumoe"
+STALE_SECONDS = 24 * 3600
+
+
+def cache_root() -> Path:
+    """The folder for everything we build and keep: `MLX_NPUMOE_CACHE`, else `~/.cache/mlx_npumoe`.
+
+    Only names the folder; whoever writes creates it.
+    """
+    return Path(os.environ.get(CACHE_VARIABLE) or DEFAULT_CACHE).expanduser().absolute()
+
+
+def publish(tmp: Path, final: Path) -> Path:
+    """Make the finished folder `tmp` appear as `final` in one step, after its bytes have reached the disk.
+
+    Both must be on one file system. If another process has published `final` meanwhile, its folder stands and
+    `tmp` is removed.
+
+    Raises:
+        OSError: the folder cannot be synced or renamed; `tmp` is then still there.
+    """
+    for path in [*tmp.rglob("*"), tmp]:
+        _fsync(path)
+    try:
+        os.rename(tmp, final)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+        shutil.rmtree(tmp)
+    _fsync(final.parent)
+    return final
+
+
+@contextmanager
+def staged(final: Path) -> Iterator[Path]:
+    """Give an empty folder beside `final` to write into; publish it when the block ends, remove it if the block fails.
+
+    Raises:
+        OSError: the folder cannot be made or published.
+    """
+    final.parent.mkdir(parents=True, exist_ok=True)
+    _sweep(final)
+    tmp = final.parent / f".{final.name}.{uuid.uuid4().hex[:12]}.tmp"
+    tmp.mkdir()
+    try:
+        yield tmp
+        publish(tmp, final)
+    finally:
+        shutil.rmtree(tmp, ignore_errors=True)
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _sweep(final: Path) -> None:
+    """Remove what killed processes left of `final` a day or more ago."""
+    for tmp in final.parent.glob(f".{final.name}.*.tmp"):
+        try:
+            newest = max(path.stat().st_mtime for path in [tmp, *tmp.rglob("*")])
+        except FileNotFoundError:  # its owner has just published or removed it
+            continue
+        if time.time() - newest > STALE_SECONDS:
+            shutil.rmtree(tmp, ignore_errors=True)

@@ -1,0 +1,224 @@
+"""The routing profile of a model: how its experts are used on a text.
+
+Counts are kept per 128-token block, so that the load of any chunk is a sum of blocks. Recording needs the model; the
+profile itself is a safetensors file with one JSON header and knows no model.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from .errors import PreparedError
+from .sites import ExpertSite
+from .weights import ExpertWeights
+
+BLOCK = 128  # tokens
+SCHEMA = 1
+MAXIMA = ("x", "gate", "up", "product", "down")
+
+
+@dataclass
+class SiteProfile:
+    """What was seen at one site. `counts` has a row per full block; `totals` covers every token, tails too."""
+
+    path: str
+    experts: int
+    top_k: int = 0
+    tokens: int = 0
+    counts: list[np.ndarray] = field(default_factory=list)  # (E,) int64 each
+    totals: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # (E,)
+    maxima: dict[str, float] = field(default_factory=lambda: dict.fromkeys(MAXIMA, 0.0))  # largest magnitudes
+
+    def skew(self) -> dict[str, float]:
+        """How uneven the load is: busiest expert over the mean, and the share of the busiest quarter of experts."""
+        loads = np.sort(self.totals)[::-1]
+        total = max(int(loads.sum()), 1)
+        quarter = loads[: max(1, self.experts // 4)].sum()
+        return {"max_over_mean": float(loads[0] * self.experts / total), "top_quarter": float(quarter / total)}
+
+    def loads(self, chunk: int) -> np.ndarray:
+        """Pairs each expert gets in a chunk of `chunk` tokens: `(S, E)`, one row per run of blocks.
+
+        Runs overlap block by block. Where the text was shorter than a chunk, the totals are scaled instead.
+        """
+        blocks = np.array(self.counts, np.float64).reshape(-1, self.experts)
+        n, rest = divmod(chunk, BLOCK)
+        if n == 0 or len(blocks) < n:
+            return (self.totals / max(self.tokens, 1) * chunk)[None]
+        sums = np.concatenate([np.zeros((1, self.experts)), np.cumsum(blocks, axis=0)])
+        return (sums[n:] - sums[:-n]) * (chunk / (n * BLOCK) if rest else 1.0)
+
+
+@dataclass
+class RoutingProfile:
+    """Per-site profiles of one phase of one model on one text."""
+
+    fingerprint: str
+    model_type: str
+    source: str
+    phase: str
+    sequence: int  # tokens a call
+    sites: dict[str, SiteProfile]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens seen."""
+        return max((s.tokens for s in self.sites.values()), default=0)
+
+    def save(self, path: Path) -> None:
+        """Write to `path` (temporary name, fsync, rename)."""
+        arrays, header = {}, {k: v for k, v in asdict(self).items() if k != "sites"}
+        header["schema"] = SCHEMA
+        header["sites"] = {}
+        for name, s in self.sites.items():
+            arrays[f"{name}.counts"] = mx.array(np.array(s.counts, np.int32).reshape(-1, s.experts))
+            arrays[f"{name}.totals"] = mx.array(s.totals.astype(np.int64))
+            header["sites"][name] = {
+                "experts": s.experts,
+                "top_k": s.top_k,
+                "tokens": s.tokens,
+                "maxima": s.maxima,
+            }
+        # MLX appends .safetensors to any other ending
+        partial = path.with_name(f".{path.stem}.{os.getpid()}.safetensors")
+        try:
+            mx.save_safetensors(str(partial), arrays, {"profile": json.dumps(header, sort_keys=True)})
+            with open(partial, "rb") as f:
+                os.fsync(f.fileno())
+            os.replace(partial, path)
+        finally:
+            partial.unlink(missing_ok=True)
+
+    @classmethod
+    def load(cls, path: Path) -> RoutingProfile:
+        """Read a saved profile. Raises PreparedError where it is missing, damaged or of another schema."""
+        if not path.is_file():
+            raise PreparedError(f"There is no routing profile at {path}; make one with mlx_npumoe.calibrate.")
+        try:
+            arrays, metadata = mx.load(str(path), format="safetensors", return_metadata=True)
+            header = json.loads(metadata["profile"])
+            schema = header.pop("schema")
+            described: dict[str, Any] = header.pop("sites")
+            sites = {
+                name: SiteProfile(
+                    path=name,
+                    counts=list(np.array(arrays[f"{name}.counts"], np.int64)),
+                    totals=np.array(arrays[f"{name}.totals"]),
+                    **facts,
+                )
+                for name, facts in described.items()
+            }
+            profile = cls(sites=sites, **header)
+        except (RuntimeError, ValueError, KeyError, TypeError) as e:
+            raise PreparedError(f"{path} is not a routing profile ({e}); make one with mlx_npumoe.calibrate.") from e
+        if schema != SCHEMA:
+            raise PreparedError(f"{path} has schema {schema}, this version reads {SCHEMA}; calibrate again.")
+        return profile
+
+
+class Recorder:
+    """Runs the experts of one site and records what passes: the stand-in hands it every call.
+
+    Off Metal MLX's float32 kernels are slow, so NumPy computes the experts there; the values recorded are the same.
+    """
+
+    def __init__(self, site: ExpertSite, module: nn.Module) -> None:
+        self.profile = SiteProfile(site.path, site.experts, totals=np.zeros(site.experts, np.int64))
+        self._weights = ExpertWeights(site, module)
+        self._run = _experts_mlx if mx.metal.is_available() else _experts_numpy
+
+    def __call__(self, x: mx.array, indices: mx.array, valid: mx.array | None) -> mx.array:
+        """Rows `(..., K, D)` of the experts, after recording counts and maxima.
+
+        Rows of padding (`valid` False) are not counted; they come back computed or zero.
+        """
+        K = indices.shape[-1]
+        flat = np.array(indices).reshape(-1, K)
+        keep = np.ones(len(flat), bool) if valid is None else np.array(valid).reshape(-1)
+        self._count(flat[keep])
+        rows, maxima = self._run(self._weights, x.reshape(len(flat), -1), flat, keep)
+        for name, value in zip(MAXIMA, maxima, strict=True):
+            self.profile.maxima[name] = max(self.profile.maxima[name], value)
+        return rows.reshape(*indices.shape, -1).astype(x.dtype)
+
+    def _count(self, indices: np.ndarray) -> None:
+        self.profile.top_k = indices.shape[1]
+        self.profile.tokens += len(indices)
+        for start in range(0, len(indices), BLOCK):
+            block = indices[start : start + BLOCK]
+            counts = np.bincount(block.reshape(-1), minlength=self.profile.experts)
+            self.profile.totals += counts
+            if len(block) == BLOCK:
+                self.profile.counts.append(counts)
+
+
+def _experts_mlx(
+    weights: ExpertWeights, x: mx.array, indices: np.ndarray, keep: np.ndarray
+) -> tuple[mx.array, list[float]]:
+    """The experts' rows `(T, K, D)` by mlx-lm's own kernels, sorted, and the largest magnitudes on kept rows."""
+    module, K = weights.module, indices.shape[1]
+    flat = indices.reshape(-1)
+    order = np.argsort(flat, kind="stable")
+    sorted_experts = mx.array(flat[order].astype(np.uint32))
+    valid = mx.array(keep[order // K])[:, None, None]
+    rows = x[mx.array(order // K)][:, None]  # (P, 1, D)
+    up = module.up_proj(rows, sorted_experts, sorted_indices=True)
+    gate = module.gate_proj(rows, sorted_experts, sorted_indices=True)
+    product = module.activation(up, gate)
+    down = module.down_proj(product, sorted_experts, sorted_indices=True)
+    maxima = [mx.max(mx.where(valid, mx.abs(a), 0)).astype(mx.float32) for a in (rows, gate, up, product, down)]
+    out = down.squeeze(1)[mx.array(np.argsort(order))].reshape(*indices.shape, -1)
+    mx.eval(out, maxima)
+    return out, [m.item() for m in maxima]
+
+
+def _experts_numpy(
+    weights: ExpertWeights, x: mx.array, indices: np.ndarray, keep: np.ndarray
+) -> tuple[mx.array, list[float]]:
+    """As `_experts_mlx`, by a sorted loop of float32 products; rows not kept come back as zeros."""
+    tokens = np.array(x.astype(mx.float32))
+    T, K = indices.shape
+    out = np.zeros((T, K, tokens.shape[1]), np.float32)
+    largest = [float(np.abs(tokens[keep]).max(initial=0.0)), 0.0, 0.0, 0.0, 0.0]
+    for expert in np.unique(indices[keep]):
+        token, column = np.nonzero((indices == expert) & keep[:, None])
+        m = weights.matrices(int(expert))
+        rows = tokens[token]
+        gate, up = rows @ m.gate.T, rows @ m.up.T
+        product = gate / (1.0 + np.exp(-gate)) * up
+        out[token, column] = down = product @ m.down.T
+        largest = [largest[0]] + [
+            max(old, float(np.abs(a).max())) for old, a in zip(largest[1:], (gate, up, product, down), strict=True)
+        ]
+    return mx.array(out), largest
+
+
+def sequences(
+    documents: Sequence[str], encode: Callable[[str], list[int]], length: int, max_tokens: int
+) -> list[list[int]]:
+    """Token sequences of at most `length`, `max_tokens` in all, documents joined end to end within a sequence."""
+    tokens: list[int] = []
+    for document in documents:
+        tokens += encode(document)
+        if len(tokens) >= max_tokens:
+            break
+    tokens = tokens[:max_tokens]
+    return [tokens[i : i + length] for i in range(0, len(tokens), length)]
+
+
+def up_shift(maxima: dict[str, float], margin: float = 4.0, limit: float = 2.0**15) -> int:
+    """Power of two by which `up` is scaled down so that up, product and down stay `margin` below `limit`.
+
+    The Neural Engine's products saturate at 2^15. All three are linear in `up`. Ours.
+    """
+    largest = max(maxima["up"], maxima["product"], maxima["down"]) * margin
+    return max(0, int(np.ceil(np.log2(largest / limit)))) if largest > 0 else 0

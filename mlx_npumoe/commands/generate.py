@@ -1,0 +1,118 @@
+"""`mlx_npumoe.generate`: every flag of the installed `mlx_lm.generate`, and ours.
+
+mlx-lm's own `main` runs, with its loader and its loop exchanged for ours, so what it prints and checks is its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import io
+import json
+import sys
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+from ..demo import DEFAULT_DEMO
+from ..devices import DEVICES
+from ..errors import ModelError
+from ..progress import note
+from . import add_common, parse, require_parent, write_text
+
+
+def setup_arg_parser(loops: Any) -> argparse.ArgumentParser:
+    """mlx-lm's parser with our flags."""
+    parser = loops.setup_arg_parser()
+    parser.prog = "mlx_npumoe.generate"
+    group = parser.add_argument_group("second device")
+    group.add_argument(
+        "--prepared",
+        default="auto",
+        metavar="FOLDER",
+        help="What mlx_npumoe.prepare made of the model; 'auto' looks in the cache, 'none' attaches nothing.",
+    )
+    group.add_argument("--device", choices=DEVICES, default="auto", help="Where hot experts run.")
+    group.add_argument("--report", metavar="FILE", help="Write what the device did as JSON.")
+    add_common(group)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command."""
+    loops = importlib.import_module("mlx_lm.generate")
+    args = parse(setup_arg_parser(loops), argv)
+    require_parent(args.report, "--report")
+    if args.model is None and args.prompt_cache_file is None:
+        args.model = DEFAULT_DEMO
+        note(f"Note: no --model given, using {DEFAULT_DEMO}.")
+    session = _Session(args)
+    out = io.StringIO() if args.json else sys.stdout
+    with (
+        patch.object(loops, "setup_arg_parser", lambda: SimpleNamespace(parse_args=lambda: args)),
+        patch.object(loops, "load", session.load),
+        patch.object(loops, "generate", session.generate),
+        contextlib.redirect_stdout(out),
+    ):
+        try:
+            loops.main()
+        except (ValueError, KeyError, OSError) as e:
+            raise ModelError(f"mlx-lm cannot do this: {e}") from e
+    session.finish()
+    return 0
+
+
+class _Session:
+    """Stands in for mlx-lm's load and generate, and remembers what they gave."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        self.model: Any = None
+        self.text = ""
+        self.last: Any = None
+
+    def load(self, path: str, **options: Any) -> Any:
+        from ..generation import load
+
+        draft = self.model is not None
+        prepared = None if draft or self.args.prepared == "none" else self.args.prepared
+        loaded = load(path, prepared=prepared, device=self.args.device, **options)
+        if not draft:
+            self.model = loaded[0]
+        return loaded
+
+    def generate(self, model: Any, tokenizer: Any, prompt: Any, **options: Any) -> str:
+        from ..generation import generate, stream_generate
+
+        if not self.args.json:
+            return generate(model, tokenizer, prompt, **options)
+        options.pop("verbose")
+        for self.last in stream_generate(model, tokenizer, prompt, **options):
+            self.text += self.last.text
+        return self.text
+
+    def finish(self) -> None:
+        """Write the report and the JSON, release the device."""
+        from ..runtime import engine
+
+        made = engine(self.model)
+        report = (
+            made.report().to_json() if made is not None else json.dumps({"model": self.args.model, "device": "off"})
+        )
+        if self.args.report:
+            write_text(self.args.report, report + "\n")
+        if self.args.json:
+            numbers = (
+                "prompt_tokens",
+                "prompt_tps",
+                "generation_tokens",
+                "generation_tps",
+                "peak_memory",
+                "finish_reason",
+            )
+            result = {"text": self.text, **{n: getattr(self.last, n) for n in numbers}, "report": json.loads(report)}
+            print(json.dumps(result, indent=2))
+        if made is not None:
+            made.close()

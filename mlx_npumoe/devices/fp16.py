@@ -1,0 +1,60 @@
+"""float16 rounding on float32 arrays, fast enough to happen at every operation border.
+
+NumPy's own float16 conversions go one number at a time. What is here does the same with integer and float32 passes,
+bit for bit: round half to even, subnormals, signed zeros, overflow to infinity.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+BLOCK = 1 << 16  # elements rounded at a time, so that value and scratch stay in the cache
+_OVERFLOW = 65520.0  # the first magnitude that rounds to infinity
+_EXPONENT = np.int32(0x7F800000)
+_SIGN = np.int32(-(1 << 31))
+_SMALLEST = np.int32(113 << 23)  # exponent of 2**-14, the smallest normal float16
+_MAGIC = np.int32((13 << 23) | (1 << 22))  # 2**e -> 1.5 * 2**(e+13)
+
+
+class RoundingScratch:
+    """Two blocks of working memory for `round_to_fp16`. Not to be shared between threads."""
+
+    def __init__(self) -> None:
+        self.magic = np.empty(BLOCK, np.float32)
+        self.sign = np.empty(BLOCK, np.int32)
+
+
+def round_to_fp16(values: np.ndarray, scratch: RoundingScratch) -> None:
+    """Round `values`, a contiguous `(n,)` float32 array, to the nearest float16 numbers, in place.
+
+    Adding and taking away `1.5 * 2**(e+13)` rounds a number of exponent e to the 11 bits of float16 (ours; the trick
+    is the classic magic-number rounding with the magic number chosen per element). Exponents below -14 share the
+    spacing of -14, which makes subnormals right. Blocks with infinities, NaN or overflow go through NumPy.
+    """
+    for start in range(0, values.size, BLOCK):
+        x = values[start : start + BLOCK]
+        if not (x.max() < _OVERFLOW and x.min() > -_OVERFLOW):  # also where there is a NaN
+            x[:] = x.astype(np.float16)
+            continue
+        bits = x.view(np.int32)
+        magic = scratch.magic[: x.size]
+        sign = scratch.sign[: x.size]
+        exponent = magic.view(np.int32)
+        np.bitwise_and(bits, _SIGN, out=sign)
+        np.bitwise_and(bits, _EXPONENT, out=exponent)
+        np.maximum(exponent, _SMALLEST, out=exponent)
+        np.add(exponent, _MAGIC, out=exponent)
+        np.add(x, magic, out=x)
+        np.subtract(x, magic, out=x)
+        np.bitwise_or(bits, sign, out=bits)  # a negative number that rounds to zero keeps its sign
+
+
+def widen(half: np.ndarray, out: np.ndarray) -> None:
+    """Write `half` (float16) into `out` (float32, contiguous, same shape), exactly."""
+    bits = out.view(np.int32)
+    np.copyto(bits, half.view(np.int16))
+    np.left_shift(bits, 13, out=bits)
+    np.bitwise_and(bits, np.int32(-0x70002000), out=bits)  # sign, and the 15 bits in their float32 places
+    np.multiply(out, np.float32(2.0**112), out=out)  # from float16's exponent bias to float32's
+    if out.size and not (out.max() < 65536.0 and out.min() > -65536.0):
+        np.copyto(out, half)  # infinity and NaN have no place in the arithmetic above

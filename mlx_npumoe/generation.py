@@ -1,0 +1,154 @@
+"""mlx-lm's loading and generation loops, with the experts attached and the phase set around each step."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from . import loading
+from .devices import open_device
+from .errors import PreparedError
+from .phase import phase
+from .prepared import Prepared
+from .progress import note
+from .runtime import attach, engine
+from .sites import find_sites
+
+
+def load(
+    path_or_hf_repo: str,
+    *,
+    prepared: Prepared | str | Path | None = "auto",
+    device: str = "auto",
+    overflow: str = "spill",
+    return_config: bool = False,
+    progress: bool = True,
+    **as_mlx_lm_load: Any,
+) -> Any:
+    """Load a model and tokenizer as `mlx_lm.load` does, with its hot experts on a second device.
+
+    Args:
+        path_or_hf_repo: folder, hub repository or `demo:NAME`.
+        prepared: `auto` looks for the cached folder of this model's fingerprint and otherwise runs plain MLX with one
+            hint; a folder or Prepared is used or refused; None never attaches.
+        device: `auto`, `interpreter` or `off`.
+        overflow: `spill`, the exact policy.
+        return_config: also return the config.
+        as_mlx_lm_load: everything else `mlx_lm.load` takes.
+
+    Raises:
+        ModelError, PreparedError, UsageError.
+    """
+    folder = loading.locate(path_or_hf_repo, as_mlx_lm_load.pop("revision", None))
+    model, tokenizer, config = loading.load_whole(folder, **as_mlx_lm_load)
+    model._npumoe_name = str(path_or_hf_repo)
+    if prepared == "auto":
+        found = _find(model, path_or_hf_repo, device)
+    else:
+        found = prepared if isinstance(prepared, Prepared) or prepared is None else Prepared.open(prepared)
+    if found is not None:
+        attach(model, found, device=device, overflow=overflow, progress=progress)
+    return (model, tokenizer, config) if return_config else (model, tokenizer)
+
+
+def _find(model: nn.Module, name: str, device: str) -> Prepared | None:
+    """The cached folder of a model; one hint where there is none, or where it is damaged."""
+    opened = open_device(device)
+    if opened is None:
+        return None
+    opened.close()
+    sites = find_sites(model)
+    if not sites:
+        note(f"Note: {name} has no experts that can move to a second device; running plain MLX.")
+        return None
+    try:
+        found = Prepared.find(model, sites)
+    except PreparedError as e:
+        note(f"Note: running plain MLX. {e}")
+        return None
+    if found is None:
+        note(f"Note: running plain MLX; `mlx_npumoe.prepare --model {name}` would move its hot experts.")
+    return found
+
+
+def generate(model: nn.Module, tokenizer: Any, prompt: str | list[int], verbose: bool = False, **kwargs: Any) -> str:
+    """As `mlx_lm.generate`; with `verbose` one more line says what the second device did."""
+    with phase(generating=True):
+        text = _loops().generate(model, tokenizer, prompt, verbose, **kwargs)
+    made = engine(model)
+    if verbose and made is not None:
+        print(made.report().line())
+    return text
+
+
+def stream_generate(
+    model: nn.Module, tokenizer: Any, prompt: Any, *args: Any, **kwargs: Any
+) -> Generator[Any, None, None]:
+    """As `mlx_lm.stream_generate`."""
+    stream = _loops().stream_generate(model, tokenizer, prompt, *args, **kwargs)
+    try:
+        while True:
+            with phase(generating=True):
+                try:
+                    response = next(stream)
+                except StopIteration:
+                    return
+            yield response
+    finally:
+        stream.close()
+
+
+def batch_generate(model: nn.Module, tokenizer: Any, prompts: list[list[int]], *args: Any, **kwargs: Any) -> Any:
+    """As `mlx_lm.batch_generate`. Padding of shorter prompts takes no device rows."""
+    with phase(generating=True), _padding_known():
+        return _loops().batch_generate(model, tokenizer, prompts, *args, **kwargs)
+
+
+def _loops() -> Any:
+    """The module `mlx_lm.generate`; the package's attribute of that name is the function."""
+    return importlib.import_module("mlx_lm.generate")
+
+
+@contextmanager
+def _padding_known() -> Generator[None, None, None]:
+    """Let mlx-lm's prompt batches tell the phase which rows of a chunk are padding."""
+    loops = _loops()
+    stock = loops.PromptProcessingBatch
+
+    class PaddedPromptBatch(stock):
+        """mlx-lm's prompt batch, running its model under a padding mask."""
+
+        def prompt(self, tokens: list[list[int]]) -> None:
+            model, lengths = self.model, [len(t) for t in tokens]
+            self.model = _MaskedCalls(model, lengths)
+            try:
+                super().prompt(tokens)
+            finally:
+                self.model = model
+
+    with patch.object(loops, "PromptProcessingBatch", PaddedPromptBatch):
+        yield
+
+
+class _MaskedCalls:
+    """Calls a model chunk by chunk over right-padded prompts, with the mask of each chunk in the phase."""
+
+    def __init__(self, model: nn.Module, lengths: Sequence[int]) -> None:
+        self._model = model
+        self._lengths = mx.array(lengths)[:, None]  # (B, 1)
+        self._padded = len(set(lengths)) > 1
+        self._start = 0
+
+    def __call__(self, tokens: mx.array, **kwargs: Any) -> mx.array:
+        stop = self._start + tokens.shape[1]
+        valid = mx.arange(self._start, stop)[None] < self._lengths if self._padded else None  # (B, T)
+        self._start = stop
+        with phase(generating=True, valid=valid):
+            return self._model(tokens, **kwargs)

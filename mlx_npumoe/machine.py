@@ -1,0 +1,138 @@
+"""Which device profile holds on this machine, and measuring one here."""
+
+from __future__ import annotations
+
+import platform
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .cache import cache_root
+from .planning.device_profile import DeviceProfile, load_profile
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from .devices.interpreter import InterpreterDevice
+
+MEASURED = "device.json"
+
+
+def measured_path() -> Path:
+    """Where `doctor --measure` keeps this machine's profile."""
+    return cache_root() / MEASURED
+
+
+def device_profile(name_or_path: str | Path | None = None) -> DeviceProfile:
+    """The profile asked for; else the one measured here; else the shipped one of this kind of machine.
+
+    Raises:
+        PreparedError: no such profile, or it is damaged.
+    """
+    if name_or_path is not None:
+        return load_profile(name_or_path)
+    if measured_path().is_file():
+        return load_profile(measured_path())
+    return load_profile("apple" if sys.platform == "darwin" else "interpreter")
+
+
+def best_of(action: Callable[[], object], repeats: int = 3) -> float:
+    """Least seconds of a few runs."""
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        action()
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def chip() -> str:
+    """What this machine calls its processor."""
+    if sys.platform == "linux":
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def measure(threads: int = 2) -> DeviceProfile:
+    """Measure this machine: the interpreter's launch, join and rate, and MLX's own expert kernels beside it.
+
+    Sizes are those of a Qwen3-30B-A3B expert (D=2048, F=768), float32 experts on MLX's side. Takes about a minute
+    where MLX runs on a CPU.
+    """
+    import mlx.core as mx
+    import mlx.nn as nn
+    import numpy as np
+    from mlx_lm.models.switch_layers import SwitchGLU
+
+    from .devices.interpreter import InterpreterDevice
+
+    D, F = 2048, 768
+    rng = np.random.default_rng(0)
+    source = f"doctor --measure on {chip()}, {time.strftime('%Y-%m-%d')}, D={D} F={F}, {threads} threads"
+    base = load_profile("apple" if sys.platform == "darwin" else "interpreter")
+    device = InterpreterDevice(threads=threads)
+    try:
+        tiny = _launch_seconds(device, 32, 64, 1, rng)
+        rates = {}
+        for rows in (32, 64, 128, 256):
+            seconds = _launch_seconds(device, D, F, threads, rng, rows) - tiny
+            rates[rows] = threads * rows * 6 * D * F / max(seconds, 1e-9) / 1e9
+    finally:
+        device.close()
+
+    experts: nn.Module = SwitchGLU(D, F, 1)
+    mx.eval(experts.parameters())
+    local = {}
+    for rows in (8, 32):
+        x, chosen = mx.random.normal((rows, D)), mx.zeros((rows, 1), mx.uint32)
+        mx.eval(x, chosen)
+        mx.eval(experts(x, chosen))
+        local[rows] = rows * 6 * D * F / best_of(lambda x=x, c=chosen: mx.eval(experts(x, c)), 2) / 1e9
+
+    block = mx.random.normal((8 * 128, D)).astype(mx.float16)
+    mx.eval(block)
+    turned = best_of(lambda: mx.eval(mx.contiguous(block.reshape(8, 128, D).transpose(0, 2, 1))))
+    bandwidth = block.nbytes / turned / 1e9
+    figures = {
+        "launch_s": tiny,
+        "join_s": 0.0,
+        "pack_gbps": bandwidth,
+        "unpack_gbps": bandwidth,
+        "weight_gbps": None,
+        "local_overhead_s": 0.0,
+    }
+    return base.replace_measured(
+        source, name="interpreter", chip=chip(), figures=figures, device_rate=rates, local_rate=local
+    )
+
+
+def _launch_seconds(
+    device: InterpreterDevice, hidden: int, width: int, experts: int, rng: np.random.Generator, capacity: int = 32
+) -> float:
+    """Least seconds from submit to join of a random fp16 program."""
+    import tempfile
+
+    import numpy as np
+
+    from .converters import builder, package
+    from .program import ExpertMatrices, Group, ProgramSpec
+
+    spec = ProgramSpec(hidden, width, (Group(tuple(range(experts)), capacity),), weights="fp16")
+    shapes = ((width, hidden), (width, hidden), (hidden, width))
+    matrices = ExpertMatrices(*(rng.standard_normal(s).astype(np.float32) / s[1] ** 0.5 for s in shapes))
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "measured.mlpackage"
+        package.write_package(builder.build_program(spec, lambda _: matrices), path)
+        loaded = device.load(path, spec)
+
+        def call() -> None:
+            lease = device.lease(loaded)
+            lease.inputs[0].host[:] = 1
+            device.submit(lease).result().retire()
+
+        call()
+        return best_of(call)

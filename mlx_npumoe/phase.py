@@ -1,0 +1,42 @@
+"""What the experts cannot see for themselves: that a generation loop is running, and which rows are padding.
+
+Our generate, stream and batch loops set this around each step; a bare model call sees the defaults, so every site is
+offloaded there. State is per thread, as the loops are.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+
+@dataclass(frozen=True)
+class Phase:
+    """`generating`: only caches of a chunk are evaluated. `valid`: `(B, T)` bool, False where a row is padding."""
+
+    generating: bool = False
+    valid: mx.array | None = None
+
+
+_BARE = Phase()
+_state = threading.local()
+
+
+def current() -> Phase:
+    """The phase of this thread."""
+    return getattr(_state, "phase", _BARE)
+
+
+@contextmanager
+def phase(*, generating: bool = False, valid: mx.array | None = None) -> Iterator[None]:
+    """Set the phase of this thread for the length of a block."""
+    before = current()
+    _state.phase = Phase(generating, valid)
+    try:
+        yield
+    finally:
+        _state.phase = before

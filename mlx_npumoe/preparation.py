@@ -1,0 +1,350 @@
+"""Prepare a model: calibrate on text, plan, emit and check one program a site, write a Prepared folder.
+
+The whole model is in memory only while it is calibrated; programs are made one site at a time, expert by expert.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import uuid
+from collections.abc import Sequence
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from . import loading
+from .cache import staged
+from .calibration import Recorder, RoutingProfile, SiteProfile, sequences, up_shift
+from .data import calibration_documents
+from .errors import PreparedError, UsageError
+from .fingerprint import full_hash, model_fingerprint, sampled_hash, stored_dtypes
+from .machine import device_profile as find_device_profile
+from .planning.cost import SiteLoads
+from .planning.device_profile import DeviceProfile
+from .planning.placement import Hot
+from .planning.plan import Plan, SitePlan, make_plan
+from .prepared import MANIFEST, PLAN, PROFILE, PROGRAMS, Prepared, PreparedSite, prepared_root, write_manifest
+from .program import BODIES, LAYOUTS, WEIGHT_FORMATS
+from .programs import emit_program, measure_error, require_accuracy
+from .progress import Progress
+from .routed import RoutedExperts
+from .sites import ExpertSite, require_sites, swap
+from .weights import Checkpoint, ExpertWeights
+
+DEFAULT_CHUNK = 2048  # mlx-lm's prefill step
+DEFAULT_TOKENS = 8192
+TIERS = ("quantile", "uniform")
+
+
+def site_weights(path_or_repo: str) -> tuple[str, list[ExpertWeights]]:
+    """Type and expert tensors, site by site, of a model that is not loaded."""
+    folder = loading.locate(path_or_repo)
+    model, _ = loading.load_lazily(folder)
+    checkpoint = Checkpoint(folder)
+    sites = require_sites(model, path_or_repo)
+    return model.model_type, [ExpertWeights(site, module, checkpoint) for site, module in sites.items()]
+
+
+def calibrate(
+    path_or_repo: str,
+    *,
+    text: Sequence[str | Path] | None = None,
+    max_tokens: int = DEFAULT_TOKENS,
+    sequence: int = DEFAULT_CHUNK,
+    progress: bool = True,
+) -> RoutingProfile:
+    """Record how a model's experts are used on a text.
+
+    Args:
+        path_or_repo: folder, hub repository or `demo:NAME`.
+        text: UTF-8 files; the corpus shipped in the package where None.
+        max_tokens: tokens to record.
+        sequence: tokens a call.
+
+    Raises:
+        ModelError, UsageError: the model or a text cannot be used.
+    """
+    documents, source = _read_documents(text)
+    model_type, tensors = site_weights(path_or_repo)
+    fingerprint = _fingerprint(tensors, model_type)
+    model, tokenizer, _ = loading.load_whole(loading.locate(path_or_repo))
+    tokens = sequences(documents, tokenizer.encode, sequence, max_tokens)
+    if not tokens:
+        raise UsageError(f"The calibration text ({source}) holds no tokens; give another file with --text.")
+    return RoutingProfile(
+        fingerprint=fingerprint,
+        model_type=model_type,
+        source=source,
+        phase="prefill",
+        sequence=sequence,
+        sites=record(model, tokens, progress=progress),
+    )
+
+
+def record(model: nn.Module, tokens: Sequence[Sequence[int]], *, progress: bool = True) -> dict[str, SiteProfile]:
+    """Run token sequences through a loaded model and return the profile of each site, by path. The model is unchanged."""
+    stand_ins = {site: RoutedExperts(m) for site, m in require_sites(model, "The model").items()}
+    for site, stand_in in stand_ins.items():
+        stand_in._recorder = Recorder(site, stand_in)
+    swap(model, {site.path: stand_in for site, stand_in in stand_ins.items()})
+    try:
+        with Progress("Calibrating", sum(map(len, tokens)), "tokens", show=progress) as bar:
+            for ids in tokens:
+                model(mx.array(ids)[None])  # the recorders evaluate what they need, logits are never computed
+                bar.advance(len(ids))
+    finally:
+        swap(model, {site.path: stand_in.unwrapped() for site, stand_in in stand_ins.items()})
+    return {site.path: s._recorder.profile for site, s in stand_ins.items() if s._recorder is not None}
+
+
+def plan_for(
+    profile: RoutingProfile,
+    sites: Sequence[ExpertSite],
+    *,
+    chunk: int = DEFAULT_CHUNK,
+    tiers: str = "quantile",
+    weights: str = "int8",
+    layout: str = "layer",
+    body: str = "split",
+    device: DeviceProfile | None = None,
+    hot: Hot = "auto",
+    min_chunk: int | None = None,
+) -> Plan:
+    """Decide groups, capacities and placement from a profile.
+
+    Args:
+        hot: `auto` by the cost rule, `all` experts with load, or that many a site.
+        min_chunk: overrides the least number of tokens worth a launch.
+
+    Raises:
+        PreparedError: the profile is of another model.
+    """
+    loads = []
+    for site in sites:
+        seen = profile.sites.get(site.path)
+        if seen is None or seen.experts != site.experts:
+            raise PreparedError(
+                f"The routing profile knows nothing of {site.path} with {site.experts} experts; calibrate this model."
+            )
+        loads.append(
+            SiteLoads(
+                path=site.path,
+                layer=site.layer,
+                experts=site.experts,
+                hidden=site.hidden,
+                width=site.width,
+                top_k=seen.top_k,
+                activation=site.activation,
+                loads=seen.loads(chunk),
+                up_shift=up_shift(seen.maxima),
+                reason=site.local_reason,
+            )
+        )
+    return make_plan(
+        loads,
+        model_fingerprint=profile.fingerprint,
+        model_type=profile.model_type,
+        chunk=chunk,
+        profile=device or find_device_profile(),
+        tiers=tiers,
+        weights=weights,
+        layout=layout,
+        body=body,
+        hot=hot,
+        min_chunk=min_chunk,
+    )
+
+
+def prepare(
+    path_or_repo: str,
+    *,
+    text: Sequence[str | Path] | None = None,
+    out: str | Path | None = None,
+    chunk: int = DEFAULT_CHUNK,
+    tiers: str = "quantile",
+    weights: str = "int8",
+    layout: str = "layer",
+    body: str = "split",
+    profile: RoutingProfile | str | Path | None = None,
+    plan: Plan | str | Path | None = None,
+    max_tokens: int = DEFAULT_TOKENS,
+    device_profile: DeviceProfile | str | Path | None = None,
+    progress: bool = True,
+) -> Prepared:
+    """Make everything a model needs to run its hot experts on a second device.
+
+    Args:
+        path_or_repo: folder, hub repository or `demo:NAME`.
+        text: UTF-8 files to calibrate on; the shipped corpus where None.
+        out: folder to write; the cache folder of the model's fingerprint where None.
+        chunk: tokens a launch at most; give generate's prefill step.
+        tiers: `quantile` or `uniform` capacities.
+        weights: `int8` (per channel) or `fp16` programs.
+        layout: `layer`, one program a site. body: `split`, dense convolutions between a split and a concat.
+        profile: a routing profile made before; the model is then never loaded whole.
+        plan: a plan made before, for this model.
+        max_tokens: tokens to calibrate on.
+        device_profile: figures of the device to plan for; this machine's where None.
+
+    Raises:
+        UsageError, ModelError, PreparedError, ProgramError: one sentence each; nothing is left half-written.
+    """
+    for name, value, known in (
+        ("tiers", tiers, TIERS),
+        ("weights", weights, WEIGHT_FORMATS),
+        ("layout", layout, LAYOUTS),
+        ("body", body, BODIES),
+    ):
+        if value not in known:
+            raise UsageError(f"{name}={value!r} is not known; choose from {', '.join(known)}.")
+    if chunk < 1 or max_tokens < 1:
+        raise UsageError(f"chunk and max_tokens must be positive, not {chunk} and {max_tokens}.")
+    if profile is not None and not isinstance(profile, RoutingProfile):
+        profile = RoutingProfile.load(Path(profile))
+    if plan is not None and not isinstance(plan, Plan):
+        plan = Plan.load(Path(plan))
+    if not isinstance(device_profile, DeviceProfile):
+        device_profile = find_device_profile(device_profile)
+    final = _free_to_write(Path(out)) if out is not None else None
+
+    if profile is None:
+        profile = calibrate(path_or_repo, text=text, max_tokens=max_tokens, sequence=chunk, progress=progress)
+    model_type, tensors = site_weights(path_or_repo)
+    fingerprint = _fingerprint(tensors, model_type)
+    for what, found in (("routing profile", profile.fingerprint), ("plan", plan and plan.model_fingerprint)):
+        if found is not None and found != fingerprint:
+            raise PreparedError(
+                f"The {what} was made from a model with other experts than {path_or_repo}; make a new one."
+            )
+    if plan is None:
+        plan = plan_for(
+            profile,
+            [w.site for w in tensors],
+            chunk=chunk,
+            tiers=tiers,
+            weights=weights,
+            layout=layout,
+            body=body,
+            device=device_profile,
+        )
+    return _write(
+        final or prepared_root() / fingerprint[:24],
+        path_or_repo,
+        model_type,
+        fingerprint,
+        plan,
+        profile,
+        tensors,
+        progress,
+    )
+
+
+def emit_programs(path_or_repo: str, plan: Plan, out: Path, *, progress: bool = True) -> list[dict[str, Any]]:
+    """Write only the programs of a plan into a new folder, each compared with MLX on rows of magnitude 4.
+
+    Returns one `{"program", "bytes", "relative_l2", ...}` a program.
+    """
+    model_type, tensors = site_weights(path_or_repo)
+    if _fingerprint(tensors, model_type) != plan.model_fingerprint:
+        raise PreparedError(f"The plan was made from a model with other experts than {path_or_repo}; make a new one.")
+    if out.exists():
+        raise UsageError(f"{out} exists; give a new folder with --out.")
+    rows: list[dict[str, Any]] = []
+    with staged(out.absolute()) as folder, Progress("Emitting programs", len(tensors), "layers", show=progress) as bar:
+        for weights in tensors:
+            site = plan.site(weights.site.path)
+            if site is not None and site.spec is not None:
+                name = f"{weights.site.path}.mlpackage"
+                nbytes = emit_program(site.spec, weights.matrices, folder / name)
+                error = measure_error(folder / name, site.spec, weights.matrices, magnitude=4.0)
+                require_accuracy(error, site.spec, weights.site.path)
+                rows.append({"program": name, "bytes": nbytes, **error})
+            bar.advance()
+    return rows
+
+
+def _write(
+    final: Path,
+    model: str,
+    model_type: str,
+    fingerprint: str,
+    plan: Plan,
+    profile: RoutingProfile,
+    tensors: Sequence[ExpertWeights],
+    progress: bool,
+) -> Prepared:
+    """Emit programs beside `final` and put the finished folder in place, whatever stood there before."""
+    with staged(final) as folder:
+        plan.save(folder / PLAN)
+        profile.save(folder / PROFILE)
+        entries = []
+        with Progress("Emitting programs", len(tensors), "layers", show=progress) as bar:
+            for weights in tensors:
+                entries.append(_prepare_site(weights, plan.site(weights.site.path), profile, folder))
+                bar.advance()
+        write_manifest(
+            folder,
+            model=model,
+            model_type=model_type,
+            fingerprint=fingerprint,
+            sites=entries,
+            versions={p: version(p) for p in ("mlx_npumoe", "mlx", "mlx-lm", "coremltools", "numpy")},
+        )
+        aside = final.with_name(f".{final.name}.{uuid.uuid4().hex[:12]}.tmp")
+        if final.exists():
+            os.rename(final, aside)
+    shutil.rmtree(aside, ignore_errors=True)
+    return Prepared.open(final, verify=False)
+
+
+def _prepare_site(weights: ExpertWeights, plan: SitePlan | None, profile: RoutingProfile, folder: Path) -> PreparedSite:
+    """Emit and check one site's program, if the plan has one, and describe the site for the manifest."""
+    site = weights.site
+    entry = PreparedSite(
+        path=site.path,
+        experts=site.experts,
+        hidden=site.hidden,
+        width=site.width,
+        dtypes=stored_dtypes(weights),
+        sampled_sha256=sampled_hash(weights),
+        full_sha256=full_hash(weights),
+    )
+    if plan is None or plan.spec is None:
+        return entry
+    name = f"{PROGRAMS}/{site.path}.mlpackage"
+    (folder / PROGRAMS).mkdir(exist_ok=True)
+    nbytes = emit_program(plan.spec, weights.matrices, folder / name)
+    error = measure_error(folder / name, plan.spec, weights.matrices, magnitude=profile.sites[site.path].maxima["x"])
+    require_accuracy(error, plan.spec, site.path)
+    return replace(entry, program=name, program_bytes=nbytes, error=error)
+
+
+def _read_documents(text: Sequence[str | Path] | None) -> tuple[list[str], str]:
+    """Documents to calibrate on, and where they come from."""
+    if not text:
+        return calibration_documents(), "shipped corpus"
+    documents = []
+    for file in text:
+        try:
+            documents.append(Path(file).read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError) as e:
+            raise UsageError(f"The text {file} cannot be read as UTF-8 ({e}); give another file with --text.") from e
+        if not documents[-1].strip():
+            raise UsageError(f"The text {file} is empty; give another file with --text.")
+    return documents, ", ".join(Path(f).name for f in text)
+
+
+def _fingerprint(tensors: Sequence[ExpertWeights], model_type: str) -> str:
+    return model_fingerprint(model_type, {w.site: sampled_hash(w) for w in tensors})
+
+
+def _free_to_write(out: Path) -> Path:
+    """`out` itself if it is new, empty or a Prepared folder."""
+    if out.exists() and not (out.is_dir() and (not any(out.iterdir()) or (out / MANIFEST).is_file())):
+        raise UsageError(f"{out} exists and is no Prepared folder; give another --out.")
+    return out.absolute()

@@ -1,0 +1,86 @@
+"""What happened: counters of each layer and their totals. Knows nothing of how the numbers came about."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, fields
+
+
+@dataclass
+class LayerCounters:
+    """Counters of one MoE layer since the engine was made.
+
+    launches: device calls; rows: token rows the device computed for real; pads: rows it computed for nothing;
+    spilled: pairs of hot experts that found no slot and were computed locally; dropped: pairs not computed at all
+    (always 0 in exact modes); fallbacks: calls that a device failure sent back to the local experts; device_s:
+    seconds the device computed; join_wait_s: seconds we waited for it after our own half was started.
+    """
+
+    launches: int = 0
+    rows: int = 0
+    pads: int = 0
+    spilled: int = 0
+    dropped: int = 0
+    fallbacks: int = 0
+    device_s: float = 0.0
+    join_wait_s: float = 0.0
+
+    def add(self, other: LayerCounters) -> None:
+        """Add another layer's counters."""
+        for f in fields(self):
+            setattr(self, f.name, getattr(self, f.name) + getattr(other, f.name))
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """One layer: its counters, and why it is local (None where a program is loaded)."""
+
+    layer: int
+    counters: LayerCounters
+    reason: str | None
+
+
+@dataclass(frozen=True)
+class Report:
+    """What an engine did since it was made. `weights` names the arithmetic of the programs."""
+
+    model: str
+    device: str
+    weights: str | None
+    layers: tuple[LayerReport, ...]
+
+    @property
+    def totals(self) -> LayerCounters:
+        """Sum over layers."""
+        total = LayerCounters()
+        for layer in self.layers:
+            total.add(layer.counters)
+        return total
+
+    @property
+    def offloaded(self) -> int:
+        """Layers that launched at least once."""
+        return sum(layer.counters.launches > 0 for layer in self.layers)
+
+    def to_json(self) -> str:
+        """The report as JSON: model, device, weights, totals and layers."""
+        layers = [{"layer": r.layer, **asdict(r.counters), "reason": r.reason} for r in self.layers]
+        return json.dumps(
+            {
+                "model": self.model,
+                "device": self.device,
+                "weights": self.weights,
+                "totals": asdict(self.totals),
+                "layers": layers,
+            },
+            indent=2,
+        )
+
+    def line(self) -> str:
+        """One line for people, printed after mlx-lm's own."""
+        t = self.totals
+        weights = f" ({self.weights} programs)" if self.weights else ""
+        return (
+            f"Experts: {self.offloaded} of {len(self.layers)} layers on {self.device}{weights}, {t.launches} launches, "
+            f"{t.rows} rows, {t.pads} pads, {t.spilled} spilled, {t.fallbacks} fallbacks"
+        )

@@ -1,0 +1,104 @@
+"""RoutedExperts, the stand-in for a site's experts: assigns pairs to executors, starts them in order, combines.
+
+It carries the stock module's children under the same names, so parameter paths, quantisation walks and adapters see
+what they always saw. Where no executor but the local one is wanted it builds stock's own graph and nothing else.
+"""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from . import phase
+from .calibration import Recorder
+from .errors import DeviceError
+from .executors.device import DeviceExecutor
+from .executors.local import LocalExecutor
+from .report import LayerCounters
+from .routing import assign, combine, pack
+
+
+class RoutedExperts(nn.Module):
+    """Experts of one site, spread over executors.
+
+    Attributes that are not the stock module's start with an underscore and are invisible to MLX's walks.
+
+    Args:
+        stock: the module it stands in for.
+        evaluated_in_prefill: False where no cache follows, so that a generation loop never computes this site's
+            output for a prefill chunk.
+    """
+
+    def __init__(self, stock: nn.Module, *, evaluated_in_prefill: bool = True) -> None:
+        super().__init__()
+        self.__dict__.update(stock.__dict__)
+        dict.update(self, stock)
+        object.__setattr__(self, "_stock", stock)  # nn.Module would take it for a child
+        self._stock_class = type(stock)
+        self._evaluated_in_prefill = evaluated_in_prefill
+        self._local = LocalExecutor(type(stock))
+        self._device: DeviceExecutor | None = None
+        self._recorder: Recorder | None = None
+        self._counters = LayerCounters()
+
+    def unwrapped(self) -> nn.Module:
+        """The stock module, holding whatever children this one holds now."""
+        dict.clear(self._stock)
+        dict.update(self._stock, self)
+        self._stock._training = self._training
+        return self._stock
+
+    def __call__(self, x: mx.array, indices: mx.array) -> mx.array:
+        """Rows of the chosen experts: `(..., D)` and `(..., K)` to `(..., K, D)`."""
+        device, now = self._device, phase.current()
+        tokens = indices.size // indices.shape[-1]
+        if self._recorder is not None:
+            return self._recorder(x, indices, _rows_valid(now, tokens))
+        if device is None or not device.wants(tokens) or (now.generating and not self._evaluated_in_prefill):
+            return self._local.whole(self, x, indices)
+        try:
+            out = self._routed(device, x.reshape(tokens, -1), indices.reshape(tokens, -1), _rows_valid(now, tokens))
+        except DeviceError as e:
+            self._counters.fallbacks += 1
+            device.breaker.failure(str(e))
+            return self._local.whole(self, x, indices)
+        device.breaker.success()
+        return out.reshape(*indices.shape, -1)
+
+    def _routed(self, device: DeviceExecutor, x: mx.array, indices: mx.array, valid: mx.array | None) -> mx.array:
+        """Split into pieces of the plan's chunk; a last piece too short for the device stays local."""
+        pieces = []
+        for start in range(0, len(x), device.chunk):
+            at = slice(start, start + device.chunk)
+            piece_valid = None if valid is None else valid[at]
+            if device.wants(len(x[at])):
+                pieces.append(self._piece(device, x[at], indices[at], piece_valid))
+            else:
+                pieces.append(self._local.whole(self, x[at], indices[at]))
+        return pieces[0] if len(pieces) == 1 else mx.concatenate(pieces)
+
+    def _piece(self, device: DeviceExecutor, x: mx.array, indices: mx.array, valid: mx.array | None) -> mx.array:
+        """One launch: pack, hand over, run our half meanwhile, join, combine. `(T, D)`, `(T, K)` to `(T, K, D)`."""
+        table = device.table
+        assignment = assign(indices, table, valid)
+        packed = pack(x, assignment, table)
+        mx.eval(packed, assignment.counts)
+        accepted, n_local, spilled = assignment.split(table)
+        ticket = device.start(packed, accepted)
+        local = None
+        if n_local:
+            local = self._local.rows(self, x, assignment.local_token[:n_local], assignment.local_expert[:n_local])
+            mx.async_eval(local)
+        outputs = device.join(ticket, self._counters)
+        out = combine(outputs, local, assignment, table, (*indices.shape, x.shape[-1]), x.dtype)
+        mx.async_eval(out)
+        ticket.lease.retire(out)
+        self._counters.spilled += spilled
+        return out
+
+
+def _rows_valid(now: phase.Phase, tokens: int) -> mx.array | None:
+    """The loop's padding mask as `(T,)`, where it speaks of this call's rows."""
+    if now.valid is None or now.valid.size != tokens:
+        return None
+    return now.valid.reshape(-1)

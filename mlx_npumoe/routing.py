@@ -1,0 +1,158 @@
+"""Slots: which (token, expert) pair goes into which device row, and how rows come back. MLX operations only.
+
+One sort of a unique integer key orders the pairs by expert and token; everything else is index arithmetic, built
+lazily, so that a single evaluation gives the packed surfaces and the counts. Letters: T tokens, K experts a token,
+E experts, P = T*K pairs, S device slots (rows), D hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import mlx.core as mx
+import numpy as np
+
+from .program import ProgramSpec
+
+
+@dataclass(frozen=True)
+class SlotTable:
+    """The static side of a site's program: where each hot expert's rows lie. Cold experts have capacity 0."""
+
+    spec: ProgramSpec
+    capacity: mx.array  # (E+1,) int32, last entry: padding rows
+    first_slot: mx.array  # (E+1,) int32
+    slot_expert: mx.array  # (S,) int32
+    slot_rank: mx.array  # (S,) int32
+    host_capacity: np.ndarray  # (E,) int64
+
+    @property
+    def experts(self) -> int:
+        """Number of experts of the site, E."""
+        return len(self.host_capacity)
+
+    @classmethod
+    def of(cls, spec: ProgramSpec, experts: int) -> SlotTable:
+        """The table of `spec` for a site of `experts` experts."""
+        capacity = np.zeros(experts + 1, np.int32)
+        first = np.zeros(experts + 1, np.int32)
+        slot = 0
+        for e, c in zip(spec.experts, spec.capacities, strict=True):
+            capacity[e], first[e] = c, slot
+            slot += c
+        repeats = np.array(spec.capacities)
+        slot_expert = np.repeat(np.array(spec.experts, np.int32), repeats)
+        slot_rank = np.concatenate([np.arange(c, dtype=np.int32) for c in spec.capacities])
+        arrays = [mx.array(a) for a in (capacity, first, slot_expert, slot_rank)]
+        mx.eval(arrays)
+        return cls(spec, *arrays, host_capacity=capacity[:-1].astype(np.int64))
+
+
+class Split(NamedTuple):
+    """Numbers the host needs of an assignment."""
+
+    accepted: np.ndarray  # (E,) int64 real rows of each expert on the device
+    n_local: int  # pairs left for the local executor
+    spilled: int  # those of them that belong to hot experts
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """Where each pair of one call goes. Lazy arrays."""
+
+    counts: mx.array  # (E,) int32 pairs per expert, padding left out
+    slot_token: mx.array  # (S,) int32 token of each device row, 0 where unfilled
+    slot_filled: mx.array  # (S,) bool
+    source: mx.array  # (P,) int32 row of each pair in [device rows, local rows, one zero row]
+    local_token: mx.array  # (P,) int32, the first n_local entries count; ordered by expert
+    local_expert: mx.array  # (P,) int32, likewise
+
+    def split(self, table: SlotTable) -> Split:
+        """How the pairs divide. Needs `counts` evaluated."""
+        counts = np.array(self.counts, np.int64)
+        accepted = np.minimum(counts, table.host_capacity)
+        over = counts - accepted
+        return Split(accepted, int(over.sum()), int(over[table.host_capacity > 0].sum()))
+
+
+def assign(indices: mx.array, table: SlotTable, valid: mx.array | None = None) -> Assignment:
+    """Give every pair a device slot or a local row (overflow policy `spill`: nothing is dropped).
+
+    Args:
+        indices: `(T, K)` expert of each pair.
+        table: the site's slots.
+        valid: `(T,)` bool; rows of padding take no slot, no capacity and no count, and come back as zeros.
+    """
+    T, K = indices.shape
+    P, E, S = T * K, table.experts, table.slot_expert.size
+    flat = indices.reshape(-1).astype(mx.int32)  # (P,)
+    if valid is not None:
+        flat = mx.where(mx.repeat(valid.reshape(-1), K), flat, E)
+    key = mx.sort(flat * P + mx.arange(P, dtype=mx.int32))
+    expert, order = key // P, key % P  # (P,) both
+    counts = mx.zeros((E + 1,), mx.int32).at[flat].add(1)
+    start = mx.cumsum(counts) - counts  # (E+1,)
+
+    rank = mx.arange(P, dtype=mx.int32) - start[expert]
+    on_device = rank < table.capacity[expert]
+    local = mx.logical_and(mx.logical_not(on_device), expert < E)
+    local_rank = mx.cumsum(local.astype(mx.int32)) - 1
+    zero_row = S + local.sum()
+    source = mx.where(on_device, table.first_slot[expert] + rank, mx.where(local, S + local_rank, zero_row))
+    local_at = mx.minimum(mx.sort(mx.where(local, mx.arange(P, dtype=mx.int32), P)), P - 1)
+
+    slot_at = mx.minimum(start[table.slot_expert] + table.slot_rank, P - 1)
+    slot_filled = table.slot_rank < counts[table.slot_expert]
+    in_pair_order = mx.zeros((P,), mx.int32)
+    in_pair_order[order] = source.astype(mx.int32)
+    return Assignment(
+        counts=counts[:E],
+        slot_token=mx.where(slot_filled, order[slot_at] // K, 0),
+        slot_filled=slot_filled,
+        source=in_pair_order,
+        local_token=order[local_at] // K,
+        local_expert=expert[local_at],
+    )
+
+
+def pack(x: mx.array, assignment: Assignment, table: SlotTable) -> list[mx.array]:
+    """Accepted rows of `x` `(T, D)` as one `(G*D, C)` float16 array a group; unused columns are zero."""
+    D = x.shape[-1]
+    rows = x.astype(mx.float16)[assignment.slot_token]  # (S, D)
+    rows = mx.where(assignment.slot_filled[:, None], rows, mx.array(0, mx.float16))
+    packed, slot = [], 0
+    for group in table.spec.groups:
+        block = rows[slot : slot + group.rows].reshape(len(group.experts), group.capacity, D)
+        packed.append(mx.contiguous(block.transpose(0, 2, 1).reshape(-1, group.capacity)))
+        slot += group.rows
+    return packed
+
+
+def combine(
+    outputs: Sequence[mx.array],
+    local: mx.array | None,
+    assignment: Assignment,
+    table: SlotTable,
+    shape: tuple[int, int, int],
+    dtype: mx.Dtype,
+) -> mx.array:
+    """Bring device and local rows back to `(T, K, D)`. Pad columns are never read.
+
+    Args:
+        outputs: one `(G*D, C)` float16 array a group.
+        local: `(n_local, D)` rows in the order of `assignment.local_token`, None where there are none.
+        shape: `(T, K, D)`.
+    """
+    D = shape[-1]
+    scale = 2.0**table.spec.up_shift
+    rows = []
+    for group, y in zip(table.spec.groups, outputs, strict=True):
+        block = y.reshape(len(group.experts), D, group.capacity).transpose(0, 2, 1).reshape(-1, D)
+        block = block.astype(mx.float32) * scale if scale != 1.0 else block
+        rows.append(block.astype(dtype))
+    if local is not None:
+        rows.append(local.astype(dtype))
+    rows.append(mx.zeros((1, D), dtype))
+    return mx.concatenate(rows)[assignment.source].reshape(shape)

@@ -1,0 +1,183 @@
+"""Attach and detach: puts stand-ins into a model, gives them executors, holds counters and lifetimes.
+
+An engine belongs to one model object. It never changes a parameter; after `close` the model is what it was.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import mlx.nn as nn
+
+from .devices import open_device
+from .devices.base import ExpertDevice
+from .devices.health import Breaker
+from .devices.residency import Residency
+from .errors import DeviceError, ModelError, UsageError
+from .executors.device import DeviceExecutor
+from .fingerprint import loaded_hash
+from .machine import device_profile
+from .prepared import Prepared
+from .progress import Progress
+from .report import LayerReport, Report
+from .routed import RoutedExperts
+from .routing import SlotTable
+from .sites import ExpertSite, last_cached_layer, require_sites, swap
+
+OVERFLOWS = ("spill",)
+SALIENCIES = ("attention_norm",)
+
+
+class Engine:
+    """The executors of one attached model. A context manager: leaving it detaches the model."""
+
+    def __init__(self, model: nn.Module, name: str) -> None:
+        if engine(model) is not None:
+            raise ModelError(f"{name} is attached already; call mlx_npumoe.detach(model) first.")
+        self.model = model
+        self.name = name
+        self.device: ExpertDevice | None = None
+        self._weights: str | None = None
+        self._residency: Residency | None = None
+        last = last_cached_layer(model)
+        self.sites = require_sites(model, name)
+        self.stand_ins = {
+            site: RoutedExperts(module, evaluated_in_prefill=site.layer < last) for site, module in self.sites.items()
+        }
+        self._reasons: dict[ExpertSite, str | None] = dict.fromkeys(self.sites, "no second device")
+        swap(model, {site.path: stand_in for site, stand_in in self.stand_ins.items()})
+        model._npumoe_engine = self
+
+    def use_device(
+        self, device: ExpertDevice, prepared: Prepared, *, deadline_s: float = 60.0, progress: bool = True
+    ) -> None:
+        """Load the programs of `prepared` that belong to this model and fit the device; the rest stays local."""
+        self.device = device
+        self._weights = prepared.plan.weights
+        limits = device_profile().limits
+        self._residency = Residency(device, limits.program_bytes, limits.programs, limits.total_bytes)
+        breaker = Breaker(device.name)
+        with Progress("Loading programs", len(self.stand_ins), "layers", show=progress) as bar:
+            for site, stand_in in self.stand_ins.items():
+                self._reasons[site] = self._load(site, stand_in, prepared, breaker, deadline_s)
+                bar.advance()
+
+    def _load(
+        self, site: ExpertSite, stand_in: RoutedExperts, prepared: Prepared, breaker: Breaker, deadline_s: float
+    ) -> str | None:
+        """Give a site its device executor; the reason where it cannot have one."""
+        assert self.device is not None and self._residency is not None
+        if site.local_reason:
+            return site.local_reason
+        entry = prepared.sites.get(site.path)
+        if entry is None or entry.shape != (site.experts, site.hidden, site.width):
+            return "nothing was prepared for experts of this place and shape"
+        if loaded_hash(stand_in, entry.dtypes) != entry.sampled_sha256:
+            return "the experts differ from those that were prepared (another model, a fine-tune or an adapter)"
+        plan = prepared.plan.site(site.path)
+        if plan is None or plan.spec is None or entry.program is None:
+            return plan.reason if plan is not None and plan.reason else "the plan keeps this layer local"
+        try:
+            loaded = self._residency.admit(prepared.folder / entry.program, plan.spec, entry.program_bytes)
+        except DeviceError as e:
+            return str(e)
+        stand_in._device = DeviceExecutor(
+            self.device,
+            loaded,
+            SlotTable.of(plan.spec, site.experts),
+            min_tokens=plan.min_chunk,
+            chunk=prepared.plan.chunk,
+            deadline_s=deadline_s,
+            breaker=breaker,
+        )
+        return None
+
+    def report(self) -> Report:
+        """What happened since the engine was made."""
+        layers = []
+        for site, stand_in in self.stand_ins.items():
+            reason = self._reasons[site]
+            if reason is None and stand_in._device is not None and stand_in._device.breaker.open:
+                reason = f"device switched off: {stand_in._device.breaker.last_reason}"
+            layers.append(LayerReport(site.layer, stand_in._counters, reason))
+        return Report(self.name, self.device.name if self.device else "off", self._weights, tuple(layers))
+
+    def close(self) -> None:
+        """Detach the model and release the device. Safe to call twice."""
+        if engine(self.model) is self:
+            swap(self.model, {site.path: stand_in.unwrapped() for site, stand_in in self.stand_ins.items()})
+            del self.model._npumoe_engine
+        if self.device is not None:
+            for stand_in in self.stand_ins.values():
+                stand_in._device = None
+            self.device.close()
+            self.device = None
+
+    def __enter__(self) -> Engine:
+        """The engine itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Detach."""
+        self.close()
+
+
+def engine(model: nn.Module) -> Engine | None:
+    """The engine of a loaded or attached model, or None."""
+    return getattr(model, "_npumoe_engine", None)
+
+
+def attach(
+    model: nn.Module,
+    prepared: Prepared | str | Path,
+    *,
+    device: str | ExpertDevice = "auto",
+    overflow: str = "spill",
+    saliency: str = "attention_norm",
+    progress: bool = False,
+) -> Engine:
+    """Run the hot experts of a loaded mlx-lm model on a second device.
+
+    Args:
+        model: a model from `mlx_lm.load` or `mlx_npumoe.load(..., prepared=None)`.
+        prepared: what `prepare` made of this model, or its folder.
+        device: `auto`, `interpreter`, `off`, or a device object (the engine closes it).
+        overflow: `spill` (exact): pairs beyond an expert's capacity are computed locally.
+        saliency: which pairs a pruning policy would keep; without effect under `spill`.
+
+    Raises:
+        UsageError: an unknown value. PreparedError: the folder is damaged or of another model. ModelError: the model
+        is attached already or has no experts we can move.
+    """
+    _choose("overflow", overflow, OVERFLOWS)
+    _choose("saliency", saliency, SALIENCIES)
+    if not isinstance(prepared, Prepared):
+        prepared = Prepared.open(prepared)
+    opened = open_device(device) if isinstance(device, str) else device
+    name = getattr(model, "_npumoe_name", None) or getattr(model, "model_type", "model")
+    made = Engine(model, name)
+    if opened is not None:
+        try:
+            prepared.require_model(made.sites, name)
+            made.use_device(opened, prepared, progress=progress)
+        except BaseException:
+            made.close()
+            opened.close()
+            raise
+    return made
+
+
+def detach(model: nn.Module) -> None:
+    """Undo `attach` (or the attachment `load` made). Does nothing where nothing is attached."""
+    made = engine(model)
+    if made is not None:
+        made.close()
+
+
+def _choose(name: str, value: Any, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise UsageError(f"{name}={value!r} is not known; choose from {', '.join(allowed)}.")

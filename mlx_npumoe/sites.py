@@ -1,0 +1,158 @@
+"""Finds the MoE sites of any mlx-lm model and swaps modules in and out of it.
+
+The only room that knows mlx-lm's module trees. A site is a `SwitchGLU` (or `SwitchMLP`): the experts of one layer,
+called with `(x, indices)` and returning one row per (token, expert) pair; router and weighted sum belong to the
+block around it. Modules are matched by type, never by attribute name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.nn as nn
+from mlx.utils import tree_unflatten
+
+from .errors import ModelError
+
+
+@dataclass(frozen=True)
+class ExpertSite:
+    """The experts of one MoE layer.
+
+    `quantization` is None for float experts, else `{"group_size", "bits", "mode"}`. `local_reason` says why no
+    program can be made of them, None where one can.
+    """
+
+    path: str
+    layer: int
+    experts: int  # E
+    hidden: int  # D
+    width: int  # F
+    activation: str
+    dtype: str
+    quantization: dict[str, Any] | None
+    biases: bool
+    nbytes: int
+    local_reason: str | None
+
+    @property
+    def format(self) -> str:
+        """The experts' weight format, as people write it: `float16`, `affine 4-bit g64`."""
+        q = self.quantization
+        return self.dtype if q is None else f"{q['mode']} {q['bits']}-bit g{q['group_size']}"
+
+
+def find_sites(model: nn.Module) -> dict[ExpertSite, nn.Module]:
+    """Every MoE site of `model` in layer order, with its module (the stand-in where one is attached)."""
+    found = []
+    for path, module in model.named_modules():
+        if _kind(module) is not None:
+            found.append((_describe(path, module), module))
+    return dict(sorted(found, key=lambda pair: (pair[0].layer, pair[0].path)))
+
+
+def require_sites(model: nn.Module, name: str) -> dict[ExpertSite, nn.Module]:
+    """As `find_sites`; raises ModelError for a model without any."""
+    sites = find_sites(model)
+    if not sites:
+        raise ModelError(
+            f"{name} has no experts that mlx_npumoe can move: it is a dense model or uses another form of "
+            "Mixture-of-Experts than mlx-lm's SwitchGLU; run it with plain mlx_lm.generate."
+        )
+    return sites
+
+
+def swap(model: nn.Module, modules: Mapping[str, nn.Module]) -> None:
+    """Put each module at its path."""
+    model.update_modules(tree_unflatten(list(modules.items())))
+
+
+def last_cached_layer(model: nn.Module) -> int:
+    """Number of the last layer that keeps a cache.
+
+    mlx-lm evaluates only the caches of a prefill chunk, so the experts of this layer and of later ones are never
+    computed there.
+    """
+    return len(model.layers) - 1
+
+
+def projection_names(module: nn.Module) -> tuple[str, ...]:
+    """Names of the expert matrices a site holds, in the order they are applied."""
+    return ("gate_proj", "up_proj", "down_proj") if "gate_proj" in module else ("fc1", "fc2")
+
+
+def stock_class(module: nn.Module) -> type[nn.Module] | None:
+    """The mlx-lm class of a site's module, seen through a stand-in; None where the module is no site."""
+    from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
+
+    cls = getattr(module, "_stock_class", type(module))
+    return cls if cls in (SwitchGLU, SwitchMLP) else None
+
+
+def _kind(module: nn.Module) -> str | None:
+    cls = stock_class(module)
+    return None if cls is None else cls.__name__
+
+
+def _describe(path: str, module: nn.Module) -> ExpertSite:
+    up = module[projection_names(module)[0]]
+    down = module[projection_names(module)[-1]]
+    quantization = None
+    if "scales" in up:
+        quantization = {"group_size": up.group_size, "bits": up.bits, "mode": up.mode}
+    dtype = str((up["scales"] if quantization else up["weight"]).dtype).removeprefix("mlx.core.")
+    biases = any("bias" in module[name] for name in projection_names(module))
+    return ExpertSite(
+        path=path,
+        layer=_layer_number(path),
+        experts=up.num_experts,
+        hidden=up.input_dims,
+        width=down.input_dims,
+        activation=_activation_name(module),
+        dtype=dtype,
+        quantization=_Frozen(quantization) if quantization else None,
+        biases=biases,
+        nbytes=sum(v.nbytes for name in projection_names(module) for v in module[name].parameters().values()),
+        local_reason=_local_reason(module, biases),
+    )
+
+
+class _Frozen(dict):
+    """A dict that can be part of a frozen dataclass used as a key."""
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(tuple(sorted(self.items())))
+
+
+def _layer_number(path: str) -> int:
+    match = re.search(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)(?:\.|$)", path) or re.search(r"\.(\d+)\.", path)
+    return int(match.group(1)) if match else 0
+
+
+def _activation_name(module: nn.Module) -> str:
+    from mlx_lm.models.switch_layers import SwiGLU
+
+    activation = module.activation
+    if type(activation) is SwiGLU:
+        return "silu"
+    return getattr(activation, "__name__", type(activation).__name__)
+
+
+def _local_reason(module: nn.Module, biases: bool) -> str | None:
+    kind = _kind(module)
+    if kind != "SwitchGLU":
+        return f"{kind} experts have no program form yet"
+    if biases:
+        return "experts with biases have no program form yet"
+    if _activation_name(module) != "silu":
+        return f"activation {_activation_name(module)} has no program form yet"
+    extra = set(module.children()) - {"gate_proj", "up_proj", "down_proj", "activation"}
+    if extra:
+        return f"experts carry an extra module ({', '.join(sorted(extra))})"
+    for name in projection_names(module):
+        if type(module[name]).__name__ not in ("SwitchLinear", "QuantizedSwitchLinear"):
+            return f"{name} is a {type(module[name]).__name__} (an adapter?), which has no program form"
+    return None

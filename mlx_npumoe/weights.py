@@ -1,0 +1,221 @@
+"""One expert's matrices, read by offset from safetensors or out of a module, never materialising the other experts.
+
+Knows checkpoints and (quantised) expert tensors; knows nothing of programs or devices. All values are handed out as
+stored: half precision that was widened at load is the same content.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from .errors import ModelError
+from .program import ExpertMatrices
+from .sites import ExpertSite, projection_names
+
+_DTYPES = {
+    "F32": (np.float32, mx.float32),
+    "F16": (np.float16, mx.float16),
+    "BF16": (np.uint16, mx.bfloat16),
+    "U32": (np.uint32, mx.uint32),
+    "U8": (np.uint8, mx.uint8),
+}
+_PROJECTION_ALIASES = {"gate_proj": ("gate_proj", "w1"), "up_proj": ("up_proj", "w3"), "down_proj": ("down_proj", "w2")}
+
+
+class _Entry(NamedTuple):
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int  # bytes from the start of the file
+    nbytes: int
+
+
+class Checkpoint:
+    """Index of a folder's `model*.safetensors`: where each tensor lies. Reads bytes by offset."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._files: dict[Path, int] = {}
+        self.entries: dict[str, _Entry] = {}
+        for file in sorted(folder.glob("model*.safetensors")):
+            self.entries.update(_read_index(file))
+
+    def read(self, name: str, start: int, stop: int) -> bytes:
+        """Bytes `start` to `stop` of a tensor."""
+        entry = self.entries[name]
+        descriptor = self._files.get(entry.file)
+        if descriptor is None:
+            descriptor = self._files[entry.file] = os.open(entry.file, os.O_RDONLY)
+        data = os.pread(descriptor, stop - start, entry.offset + start)
+        if len(data) != stop - start:
+            raise ModelError(f"{entry.file} ends inside tensor {name}; download the model again.")
+        return data
+
+    def close(self) -> None:
+        """Close the files."""
+        for descriptor in self._files.values():
+            os.close(descriptor)
+        self._files.clear()
+
+
+def _read_index(file: Path) -> dict[str, _Entry]:
+    try:
+        with open(file, "rb") as f:
+            (length,) = struct.unpack("<Q", f.read(8))
+            if length > file.stat().st_size:
+                raise ValueError("header longer than the file")
+            header = json.loads(f.read(length))
+    except (OSError, ValueError, struct.error) as e:
+        raise ModelError(f"{file} is not a readable safetensors file ({e}); download the model again.") from e
+    base = 8 + length
+    return {
+        name: _Entry(
+            file,
+            t["dtype"],
+            tuple(t["shape"]),
+            base + t["data_offsets"][0],
+            t["data_offsets"][1] - t["data_offsets"][0],
+        )
+        for name, t in header.items()
+        if name != "__metadata__"
+    }
+
+
+class StoredTensor(NamedTuple):
+    """One parameter of a site (such as `gate_proj.weight`), stacked over experts, as stored."""
+
+    name: str
+    shape: tuple[int, ...]  # (E, ...)
+    dtype: mx.Dtype
+
+
+class ExpertWeights:
+    """The expert tensors of one site, expert by expert.
+
+    With a checkpoint whose tensors can be found by name (stacked, or one tensor an expert), bytes are read by offset
+    and the module is only asked for shapes. Otherwise the module's own arrays are used: they are evaluated one site
+    at a time where the model was loaded lazily.
+    """
+
+    def __init__(self, site: ExpertSite, module: nn.Module, checkpoint: Checkpoint | None = None) -> None:
+        self.site = site
+        self.module = module
+        self._checkpoint = checkpoint
+        self._names: dict[str, str | list[str]] = {}
+        self.tensors: list[StoredTensor] = []
+        for projection in projection_names(module):
+            for parameter, array in sorted(module[projection].items()):
+                if isinstance(array, mx.array):
+                    self._add(projection, parameter, array)
+        if self._checkpoint is not None and len(self._names) != len(self.tensors):
+            self._names, self._checkpoint = {}, None
+
+    @property
+    def by_offset(self) -> bool:
+        """Whether bytes come straight from the files."""
+        return self._checkpoint is not None
+
+    def _add(self, projection: str, parameter: str, array: mx.array) -> None:
+        name, dtype = f"{projection}.{parameter}", array.dtype
+        if self._checkpoint is not None:
+            found = _find(self._checkpoint, self.site.path, projection, parameter, tuple(array.shape))
+            if found is not None:
+                self._names[name] = found
+                first = found if isinstance(found, str) else found[0]
+                dtype = _DTYPES[self._checkpoint.entries[first].dtype][1]
+        self.tensors.append(StoredTensor(name, tuple(array.shape), dtype))
+
+    def raw(self, name: str, expert: int) -> np.ndarray:
+        """One expert's part of a tensor as stored; bfloat16 comes as its uint16 bits."""
+        if self._checkpoint is not None:
+            where = self._names[name]
+            key = where if isinstance(where, str) else where[expert]
+            entry = self._checkpoint.entries[key]
+            stacked = isinstance(where, str)
+            size = entry.nbytes // entry.shape[0] if stacked else entry.nbytes
+            start = expert * size if stacked else 0
+            shape = entry.shape[1:] if stacked else entry.shape
+            return np.frombuffer(self._checkpoint.read(key, start, start + size), _DTYPES[entry.dtype][0]).reshape(
+                shape
+            )
+        projection, parameter = name.split(".")
+        return _bits(self.module[projection][parameter])[expert]
+
+    def matrices(self, expert: int) -> ExpertMatrices:
+        """One expert's gate, up and down matrices in float32, dequantised where need be."""
+        return ExpertMatrices(*(self._matrix(projection, expert) for projection in projection_names(self.module)))
+
+    def _matrix(self, projection: str, expert: int) -> np.ndarray:
+        parts = {
+            t.name.split(".")[1]: _as_mlx(self.raw(t.name, expert), t.dtype)
+            for t in self.tensors
+            if t.name.startswith(projection + ".")
+        }
+        weight = parts["weight"]
+        if "scales" in parts:
+            q = self.module[projection]
+            weight = mx.dequantize(
+                weight, parts["scales"], parts.get("biases"), group_size=q.group_size, bits=q.bits, mode=q.mode
+            )
+        return np.array(weight.astype(mx.float32))
+
+    def blocks(self, tensor: StoredTensor) -> Iterator[np.ndarray]:
+        """A tensor's content as stored, one contiguous array an expert."""
+        for expert in range(tensor.shape[0]):
+            yield np.ascontiguousarray(self.raw(tensor.name, expert))
+
+
+def _find(
+    checkpoint: Checkpoint, path: str, projection: str, parameter: str, shape: tuple[int, ...]
+) -> str | list[str] | None:
+    """Name of the stacked tensor, or one name an expert, if shapes and dtypes are what the module says."""
+    entries = checkpoint.entries
+    stacked = f"{path}.{projection}.{parameter}"
+    if stacked in entries:
+        return stacked if entries[stacked].shape == shape and entries[stacked].dtype in _DTYPES else None
+    parent = path.rpartition(".")[0]
+    for alias in _PROJECTION_ALIASES.get(projection, ()):
+        names = [f"{parent}.experts.{e}.{alias}.{parameter}" for e in range(shape[0])]
+        if all(n in entries and entries[n].shape == shape[1:] and entries[n].dtype in _DTYPES for n in names):
+            return names
+    return None
+
+
+def _bits(array: mx.array) -> np.ndarray:
+    """NumPy view of an array, bfloat16 as uint16."""
+    return np.asarray(array.view(mx.uint16) if array.dtype == mx.bfloat16 else array)
+
+
+def _as_mlx(data: np.ndarray, dtype: mx.Dtype) -> mx.array:
+    array = mx.array(data)
+    return array.view(mx.bfloat16) if dtype == mx.bfloat16 and array.dtype == mx.uint16 else array
+
+
+def sample_positions(shape: Sequence[int], runs: int = 4, length: int = 16) -> np.ndarray:
+    """Flat element positions `(E, runs*length)` of the fixed blocks that stand for a tensor at load."""
+    experts = shape[0]
+    size = int(np.prod(shape[1:]))
+    length = min(length, size)
+    rng = np.random.default_rng([experts, size])
+    starts = rng.integers(0, size - length + 1, (experts, runs))
+    return (starts[:, :, None] + np.arange(length)).reshape(experts, -1)
+
+
+def as_stored(values: np.ndarray, dtype: mx.Dtype) -> np.ndarray | None:
+    """Widened half-precision values back in their stored form; None if they never were of that dtype."""
+    array = mx.array(values)
+    if array.dtype == dtype:
+        return _bits(array)
+    narrow = array.astype(dtype)
+    if not mx.array_equal(narrow.astype(array.dtype), array).item():
+        return None
+    return _bits(narrow)
