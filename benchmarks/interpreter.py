@@ -23,10 +23,10 @@ from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
-from threadpoolctl import ThreadpoolController
-
 from mlx_npumoe.converters.builder import build_program
 from mlx_npumoe.converters.package import write_package
+from threadpoolctl import ThreadpoolController
+
 from mlx_npumoe.devices.interpreter import InterpreterDevice
 from mlx_npumoe.program import ExpertMatrices, Group, ProgramSpec
 
@@ -185,7 +185,7 @@ def main(argv: list[str] | None = None) -> None:
     if args.json:
         print(json.dumps({"required": REQUIRED, "results": [asdict(r) for r in results]}, indent=2))
         return
-    print(f"D={HIDDEN} F={WIDTH}, {2 * GROUP} hot experts of {EXPERTS}, fp16 weights, {pairs} pairs; speed = loop / device")
+    print(f"D={HIDDEN} F={WIDTH}, {2 * GROUP} hot experts of {EXPERTS}, fp16, {pairs} pairs; speed = loop / device")
     print("tokens threads  MLX    rows  loop us/row  device us/row  device GFLOP/s  speed (lower quartile)")
     for r in results:
         verdict = "ok" if r.speed >= REQUIRED else f"under {REQUIRED}"

@@ -13,15 +13,16 @@ import json
 import platform
 import time
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from typing import Any
 
 import mlx.core as mx
 from mlx_lm import load
 
-from ..data import calibration_documents, held_out_documents
-from ..demo.smollm2 import FORMS, build
-from ..errors import UsageError
-from ..evaluate import DEFAULT_WINDOW, perplexity
+from mlx_npumoe.data import calibration_documents, held_out_documents
+from mlx_npumoe.demo.smollm2 import FORMS, build
+from mlx_npumoe.errors import UsageError
+from mlx_npumoe.evaluate import DEFAULT_WINDOW, perplexity
 
 DEFAULT_TOKENS = 1536
 
@@ -76,7 +77,7 @@ def main() -> None:
     """Measure and print."""
     arguments = setup_arg_parser().parse_args()
     results = [measure(form, arguments.tokens, arguments.window) for form in arguments.forms]
-    machine = f"{platform.system()} {platform.machine()}, MLX {mx.__version__} on {mx.default_device()}"
+    machine = f"{platform.system()} {platform.machine()}, MLX {version('mlx')} on {mx.default_device()}"
     if arguments.json:
         print(json.dumps({"machine": machine, "results": [asdict(result) for result in results]}))
         return

@@ -169,7 +169,7 @@ def read_spec(package: Path) -> Any:
     """The Core ML specification of a saved package. Raises ProgramError where it is missing or damaged."""
     path = package / MODEL_FILE
     model_pb2, _ = protobufs()
-    from google.protobuf.message import DecodeError
+    from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 
     spec = model_pb2.Model()
     try:
@@ -243,7 +243,7 @@ class _Reader:
         if field == "strings":
             return Constant(type_, raw[0] if type_.shape == () else list(raw))
         dtype = _NUMPY[type_.dtype]
-        flat = np.frombuffer(raw, dtype) if field == "bytes" else np.array(list(raw), dtype)
+        flat: np.ndarray = np.frombuffer(raw, dtype) if field == "bytes" else np.array(list(raw), dtype)
         return Constant(type_, flat.reshape([d or 0 for d in type_.shape]))
 
 

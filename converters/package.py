@@ -49,7 +49,7 @@ def write_package(model: Any, path: Path | str, *, release: bool = False) -> Pat
 
 
 def _swap(fresh: Path, path: Path, stale: Path) -> None:
-    """Put `fresh` in the place of `path`; a folder that is not empty cannot be renamed over, so the old one steps aside."""
+    """Put `fresh` in the place of `path`; a folder with content cannot be renamed over, so the old one steps aside."""
     replaced = path.exists()
     if replaced:
         path.rename(stale)

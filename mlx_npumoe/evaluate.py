@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 
 from .errors import UsageError
 
@@ -47,4 +48,4 @@ def _negative_log_likelihood(model: nn.Module, tokens: Sequence[int]) -> float:
     logits = model(ids[None, :-1])[0].astype(mx.float32)  # (T, vocabulary)
     chosen = mx.take_along_axis(logits, ids[1:, None], axis=-1).squeeze(-1)  # (T,)
     losses = mx.logsumexp(logits, axis=-1) - chosen
-    return float(sum(losses.tolist()))
+    return float(np.array(losses).sum(dtype=np.float64))

@@ -28,6 +28,7 @@ from .planning.cost import SiteLoads
 from .planning.device_profile import DeviceProfile
 from .planning.placement import Hot
 from .planning.plan import Plan, SitePlan, make_plan
+from .planning.tiers import TIER_POLICIES
 from .prepared import MANIFEST, PLAN, PROFILE, PROGRAMS, Prepared, PreparedSite, prepared_root, write_manifest
 from .program import BODIES, LAYOUTS, WEIGHT_FORMATS
 from .programs import emit_program, measure_error, require_accuracy
@@ -38,7 +39,6 @@ from .weights import Checkpoint, ExpertWeights
 
 DEFAULT_CHUNK = 2048  # mlx-lm's prefill step
 DEFAULT_TOKENS = 8192
-TIERS = ("quantile", "uniform")
 
 
 def site_weights(path_or_repo: str) -> tuple[str, list[ExpertWeights]]:
@@ -195,7 +195,7 @@ def prepare(
         UsageError, ModelError, PreparedError, ProgramError: one sentence each; nothing is left half-written.
     """
     for name, value, known in (
-        ("tiers", tiers, TIERS),
+        ("tiers", tiers, TIER_POLICIES),
         ("weights", weights, WEIGHT_FORMATS),
         ("layout", layout, LAYOUTS),
         ("body", body, BODIES),

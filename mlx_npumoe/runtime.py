@@ -18,7 +18,6 @@ from .devices.residency import Residency
 from .errors import DeviceError, ModelError, UsageError
 from .executors.device import DeviceExecutor
 from .fingerprint import loaded_hash
-from .machine import device_profile
 from .prepared import Prepared
 from .progress import Progress
 from .report import LayerReport, Report
@@ -56,7 +55,7 @@ class Engine:
         """Load the programs of `prepared` that belong to this model and fit the device; the rest stays local."""
         self.device = device
         self._weights = prepared.plan.weights
-        limits = device_profile().limits
+        limits = prepared.plan.limits
         self._residency = Residency(device, limits.program_bytes, limits.programs, limits.total_bytes)
         breaker = Breaker(device.name)
         with Progress("Loading programs", len(self.stand_ins), "layers", show=progress) as bar:

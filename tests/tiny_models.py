@@ -52,18 +52,14 @@ TEMPLATE = "{% for m in messages %}{{ m['content'] }}\n{% endfor %}"
 
 
 def build(family: str, *, quantize: int | None = None, seed: int = 0, **changes: Any) -> nn.Module:
-    """A model with random weights spread so that routing is uneven and activations are of order one."""
+    """A model with MLX's own random weights, the routers' four times as large so that routing is decided."""
     import importlib
 
     module = importlib.import_module(f"mlx_lm.models.{family}")
     mx.random.seed(seed)
     model = module.Model(module.ModelArgs.from_dict({**CONFIGS[family], **changes}))
-    widened = []
-    for path, value in tree_flatten(model.parameters()):
-        if "switch_mlp" in path or ".gate.weight" in path:
-            value = mx.random.normal(value.shape) * (1.5 / value.shape[-1] ** 0.5)
-        widened.append((path, value))
-    model.load_weights(widened)
+    routers = [(p, v * 4) for p, v in tree_flatten(model.parameters()) if p.endswith(ROUTERS[family] + ".weight")]
+    model.load_weights(routers, strict=False)
     if quantize is not None:
         nn.quantize(model, group_size=32, bits=quantize)
     model.eval()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
+from ..planning.tiers import TIER_POLICIES
 from ..program import BODIES, LAYOUTS, WEIGHT_FORMATS
 from . import parse, parser, positive
 
@@ -20,7 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     made.add_argument(
         "--chunk", type=positive, default=2048, help="Tokens a launch, at most (generate's prefill step)."
     )
-    made.add_argument("--tiers", choices=("quantile", "uniform"), default="quantile")
+    made.add_argument("--tiers", choices=TIER_POLICIES, default="quantile")
     made.add_argument("--weights", choices=WEIGHT_FORMATS, default="int8", help="Weight format of the programs.")
     made.add_argument("--layout", choices=LAYOUTS, default="layer")
     made.add_argument("--body", choices=BODIES, default="split")

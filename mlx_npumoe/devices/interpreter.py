@@ -68,7 +68,7 @@ class InterpreterDevice:
         nbytes = package_bytes(path)
         limit = self.emulation.max_bytes
         if limit is not None and nbytes > limit:
-            raise DeviceError(f"program {path} has {nbytes} bytes, the device takes {limit}: use fewer experts a program")
+            raise DeviceError(f"program {path} has {nbytes} bytes, the device takes {limit}: put fewer experts into it")
         try:
             graph = load_graph(path)
             flow = Dataflow(

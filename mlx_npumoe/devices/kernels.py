@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from ..errors import DeviceError
 from .fp16 import RoundingScratch, round_to_fp16, widen
 
 View = Callable[[np.ndarray], list[np.ndarray]]
-Argument = str | Constant
+Argument: TypeAlias = str | Constant
 
 LAST_AXIS_FAULT_LIMIT = 4094.0  # M1 and M2 scale by 16 where a slice of the last axis does not begin at 0
 

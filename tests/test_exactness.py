@@ -1,0 +1,171 @@
+"""An attached model computes what stock computes, up to the programs' arithmetic. Run: pytest tests/test_exactness.py"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+import mlx_npumoe
+import tiny_models
+from mlx_npumoe.preparation import plan_for, prepare, record, site_weights
+from mlx_npumoe.calibration import RoutingProfile
+from mlx_npumoe.prepared import Prepared
+from replay import deviations, first_flips, per_token_error, run
+
+CHUNK = 512
+MIN_CHUNK = 32
+TOP_K = 2
+LENGTHS = (1, 2, 31, 32, 33, 300, 512, 513, 530, 1100, 3000)
+MODELS = [(f, b) for f in tiny_models.FAMILIES for b in (None, 4, 8)]
+
+
+@pytest.fixture(scope="session")
+def prepared_models(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """`(family, bits, weights)` to a stock model's folder and what was prepared of it; made once a session."""
+    root = tmp_path_factory.mktemp("models")
+
+    @cache
+    def make(family: str, bits: int | None, weights: str) -> tuple[Path, Prepared]:
+        folder = root / f"{family}-{bits}"
+        if not folder.exists():
+            tiny_models.save(tiny_models.build(family, quantize=bits), folder, family, quantize=bits)
+        name = str(folder)
+        profile = mlx_npumoe.calibrate(name, max_tokens=1536, sequence=CHUNK, progress=False)
+        sites = [w.site for w in site_weights(name)[1]]
+        plan = plan_for(profile, sites, chunk=CHUNK, weights=weights, hot="all", min_chunk=MIN_CHUNK)
+        return folder, prepare(name, profile=profile, plan=plan, out=root / f"{family}-{bits}-{weights}", progress=False)
+
+    return make
+
+
+@cache
+def stock_model(family: str, bits: int | None) -> Any:
+    return tiny_models.build(family, quantize=bits)
+
+
+def tokens(length: int) -> mx.array:
+    return mx.array(np.random.default_rng(length).integers(2, 258, (1, length)))
+
+
+@pytest.mark.parametrize(("family", "bits"), MODELS)
+@pytest.mark.parametrize("length", LENGTHS)
+def test_with_routing_replayed_each_tokens_logits_are_stocks(
+    family: str, bits: int | None, length: int, prepared_models: Any
+) -> None:
+    if length > 600 and bits is not None:
+        pytest.skip("long inputs run on the float model: the routing is the same code")
+    model, (_, prepared) = stock_model(family, bits), prepared_models(family, bits, "fp16")
+    router, x = tiny_models.ROUTERS[family], tokens(length)
+    stock = run(model, lambda: model(x), router)
+    with mlx_npumoe.attach(model, prepared) as engine:
+        replayed = run(model, lambda: model(x), router, stock)
+        free = run(model, lambda: model(x), router)
+        report = engine.report()
+    assert per_token_error(replayed.logits, stock.logits).max() < 2e-3
+    bound = deviations(stock, replayed)
+    for layer, token, gap in first_flips(stock, free, TOP_K):
+        assert gap <= 2 * bound[layer], f"layer {layer}, token {token}"
+    assert report.totals.fallbacks == 0
+    assert (report.totals.launches > 0) == (length >= MIN_CHUNK)
+    whole, rest = divmod(length, CHUNK)
+    assert report.totals.launches == 2 * 3 * (whole + (rest >= MIN_CHUNK))
+
+
+@pytest.mark.parametrize("family", tiny_models.FAMILIES)
+def test_chunks_that_spill_stay_exact(family: str, prepared_models: Any) -> None:
+    model, (folder, prepared) = stock_model(family, None), prepared_models(family, None, "fp16")
+    sites = tuple(
+        replace(s, spec=replace(s.spec, groups=tuple(replace(g, capacity=32) for g in s.spec.groups)))
+        for s in prepared.plan.sites
+    )
+    profile = RoutingProfile.load(prepared.folder / "profile.safetensors")
+    tight = prepare(str(folder), profile=profile, plan=replace(prepared.plan, sites=sites),
+                    out=prepared.folder.with_name(f"{family}-tight"), progress=False)
+    router, x = tiny_models.ROUTERS[family], tokens(700)
+    stock = run(model, lambda: model(x), router)
+    with mlx_npumoe.attach(model, tight) as engine:
+        replayed = run(model, lambda: model(x), router, stock)
+        totals = engine.report().totals
+    assert per_token_error(replayed.logits, stock.logits).max() < 2e-3
+    assert totals.spilled > 0 and totals.dropped == 0
+    assert totals.rows + totals.spilled == 3 * 700 * TOP_K
+
+
+@pytest.mark.parametrize("family", tiny_models.FAMILIES)
+def test_int8_programs_stay_near(family: str, prepared_models: Any) -> None:
+    model, (_, prepared) = stock_model(family, None), prepared_models(family, None, "int8")
+    router, x = tiny_models.ROUTERS[family], tokens(300)
+    stock = run(model, lambda: model(x), router)
+    with mlx_npumoe.attach(model, prepared):
+        replayed = run(model, lambda: model(x), router, stock)
+    error = per_token_error(replayed.logits, stock.logits).max()
+    assert 1e-4 < error < 4e-2
+
+
+@pytest.mark.parametrize(("family", "bits"), MODELS)
+def test_device_off_is_bit_identical_and_so_is_the_model_after_detach(
+    family: str, bits: int | None, prepared_models: Any
+) -> None:
+    model, (_, prepared) = stock_model(family, bits), prepared_models(family, bits, "fp16")
+    x = tokens(200)
+    before = model(x)
+    with mlx_npumoe.attach(model, prepared, device="off") as engine:
+        assert mx.array_equal(model(x), before)
+        assert engine.report().totals.launches == 0
+    mlx_npumoe.attach(model, prepared)
+    assert not mx.array_equal(model(x), before)
+    mlx_npumoe.detach(model)
+    assert mlx_npumoe.engine(model) is None
+    assert mx.array_equal(model(x), before)
+
+
+def test_a_batch_is_offloaded_as_its_rows(prepared_models: Any) -> None:
+    model, (_, prepared) = stock_model("qwen3_moe", None), prepared_models("qwen3_moe", None, "fp16")
+    x = mx.array(np.random.default_rng(5).integers(2, 258, (3, 150)))
+    stock = run(model, lambda: model(x), "mlp.gate")
+    with mlx_npumoe.attach(model, prepared) as engine:
+        replayed = run(model, lambda: model(x), "mlp.gate", stock)
+        assert engine.report().totals.launches == 3
+    assert per_token_error(replayed.logits, stock.logits).max() < 2e-3
+
+
+def test_permuting_the_experts_of_a_model_changes_nothing(prepared_models: Any, tmp_path: Path) -> None:
+    model = tiny_models.build("mixtral")
+    order = mx.array([2, 0, 3, 1])
+    for layer in model.layers:
+        moe = layer.block_sparse_moe
+        moe.gate.weight = moe.gate.weight[order]
+        for projection in ("gate_proj", "up_proj", "down_proj"):
+            moe.switch_mlp[projection].weight = moe.switch_mlp[projection].weight[order]
+    folder = tiny_models.save(model, tmp_path / "m", "mixtral")
+    profile = mlx_npumoe.calibrate(str(folder), max_tokens=1536, sequence=CHUNK, progress=False)
+    plan = plan_for(profile, [w.site for w in site_weights(str(folder))[1]], chunk=CHUNK, weights="fp16", hot="all",
+                    min_chunk=MIN_CHUNK)
+    permuted = prepare(str(folder), profile=profile, plan=plan, out=tmp_path / "p", progress=False)
+    plain, (_, prepared) = stock_model("mixtral", None), prepared_models("mixtral", None, "fp16")
+    x = tokens(300)
+    with mlx_npumoe.attach(plain, prepared), mlx_npumoe.attach(model, permuted):
+        assert mx.array_equal(plain(x), model(x))
+
+
+def test_the_profile_is_the_same_by_numpy_and_by_mlx(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mlx_npumoe import calibration
+
+    model = tiny_models.build("qwen3_moe", quantize=4)
+    text = [np.random.default_rng(1).integers(2, 258, 300).tolist()]
+    by_numpy = record(model, text, progress=False)
+    monkeypatch.setattr(calibration, "_experts_numpy", calibration._experts_mlx)
+    by_mlx = record(model, text, progress=False)
+    assert by_numpy.keys() == by_mlx.keys()
+    for a, b in zip(by_numpy.values(), by_mlx.values(), strict=True):
+        np.testing.assert_array_equal(a.counts, b.counts)
+        np.testing.assert_array_equal(a.totals, b.totals)
+        assert a.tokens == b.tokens == 300 and len(a.counts) == 2 and a.totals.sum() == 600
+        for name in calibration.MAXIMA:
+            assert a.maxima[name] == pytest.approx(b.maxima[name], rel=1e-4)
