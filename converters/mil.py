@@ -256,7 +256,10 @@ def describe(graph: Graph) -> str:
         arguments = {
             key: [_shown(graph, a) for a in args] for key, args in op.inputs.items()
         } | {key: [_shown(graph, c)] for key, c in op.constants.items()}
-        listed = ", ".join(f"{key}={', '.join(values)}" for key, values in arguments.items())
+        listed = ", ".join(
+            f"{key}={values[0]}" if len(values) == 1 else f"{key}=({', '.join(values)})"
+            for key, values in arguments.items()
+        )
         lines.append(f"{', '.join(f'{p.name}: {p.type}' for p in op.outputs)} = {op.kind}({listed})")
     lines.append(f"outputs {', '.join(f'{p.name}: {p.type}' for p in graph.outputs)}")
     return "\n".join(lines) + "\n"

@@ -25,6 +25,7 @@ from .routed import RoutedExperts
 from .routing import SlotTable
 from .sites import ExpertSite, last_cached_layer, require_sites, swap
 
+DEADLINE_S = 60.0
 OVERFLOWS = ("spill",)
 SALIENCIES = ("attention_norm",)
 
@@ -50,7 +51,7 @@ class Engine:
         model._npumoe_engine = self
 
     def use_device(
-        self, device: ExpertDevice, prepared: Prepared, *, deadline_s: float = 60.0, progress: bool = True
+        self, device: ExpertDevice, prepared: Prepared, *, deadline_s: float = DEADLINE_S, progress: bool = True
     ) -> None:
         """Load the programs of `prepared` that belong to this model and fit the device; the rest stays local."""
         self.device = device
@@ -137,6 +138,7 @@ def attach(
     device: str | ExpertDevice = "auto",
     overflow: str = "spill",
     saliency: str = "attention_norm",
+    deadline_s: float = DEADLINE_S,
     progress: bool = False,
 ) -> Engine:
     """Run the hot experts of a loaded mlx-lm model on a second device.
@@ -146,6 +148,7 @@ def attach(
         prepared: what `prepare` made of this model, or its folder.
         device: `auto`, `interpreter`, `off`, or a device object (the engine closes it).
         overflow: `spill` (exact): pairs beyond an expert's capacity are computed locally.
+        deadline_s: seconds a device call may take before its rows are computed locally.
         saliency: which pairs a pruning policy would keep; without effect under `spill`.
 
     Raises:
@@ -162,7 +165,7 @@ def attach(
     if opened is not None:
         try:
             prepared.require_model(made.sites, name)
-            made.use_device(opened, prepared, progress=progress)
+            made.use_device(opened, prepared, deadline_s=deadline_s, progress=progress)
         except BaseException:
             made.close()
             opened.close()

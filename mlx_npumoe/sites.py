@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.nn as nn
-from mlx.utils import tree_unflatten
+from mlx.utils import tree_flatten, tree_unflatten
 
 from .errors import ModelError
 
@@ -98,26 +98,30 @@ def _kind(module: nn.Module) -> str | None:
 
 
 def _describe(path: str, module: nn.Module) -> ExpertSite:
-    up = module[projection_names(module)[0]]
-    down = module[projection_names(module)[-1]]
+    first, *_, last = (_base(module[name]) for name in projection_names(module))
     quantization = None
-    if "scales" in up:
-        quantization = {"group_size": up.group_size, "bits": up.bits, "mode": up.mode}
-    dtype = str((up["scales"] if quantization else up["weight"]).dtype).removeprefix("mlx.core.")
-    biases = any("bias" in module[name] for name in projection_names(module))
+    if "scales" in first:
+        quantization = {"group_size": first.group_size, "bits": first.bits, "mode": first.mode}
+    dtype = str(first["scales" if quantization else "weight"].dtype).removeprefix("mlx.core.")
+    biases = any("bias" in _base(module[name]) for name in projection_names(module))
     return ExpertSite(
         path=path,
         layer=_layer_number(path),
-        experts=up.num_experts,
-        hidden=up.input_dims,
-        width=down.input_dims,
+        experts=first.num_experts,
+        hidden=first.input_dims,
+        width=last.input_dims,
         activation=_activation_name(module),
         dtype=dtype,
         quantization=_Frozen(quantization) if quantization else None,
         biases=biases,
-        nbytes=sum(v.nbytes for name in projection_names(module) for v in module[name].parameters().values()),
+        nbytes=sum(v.nbytes for name in projection_names(module) for _, v in tree_flatten(module[name].parameters())),
         local_reason=_local_reason(module, biases),
     )
+
+
+def _base(linear: nn.Module) -> nn.Module:
+    """The switch linear under an adapter."""
+    return linear.linear if "linear" in linear else linear
 
 
 class _Frozen(dict):

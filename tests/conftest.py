@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
+from prepared_models import Maker, maker
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Maker:
+    """`(family, bits=None, weights="fp16")` to a tiny model with its Prepared folder; made once a session."""
+    return maker(tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture(autouse=True)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -13,54 +11,28 @@ import pytest
 
 import mlx_npumoe
 import tiny_models
-from mlx_npumoe.preparation import plan_for, prepare, record, site_weights
-from mlx_npumoe.calibration import RoutingProfile
-from mlx_npumoe.prepared import Prepared
+from mlx_npumoe.planning.plan import Plan
+from mlx_npumoe.preparation import record
+from prepared_models import CHUNK, MIN_CHUNK, Maker, prepare_all_hot
 from replay import deviations, first_flips, per_token_error, run
 
-CHUNK = 512
-MIN_CHUNK = 32
 TOP_K = 2
 LENGTHS = (1, 2, 31, 32, 33, 300, 512, 513, 530, 1100, 3000)
+QUANTISED_LENGTHS = LENGTHS[:-2]  # longer inputs take the same path
 MODELS = [(f, b) for f in tiny_models.FAMILIES for b in (None, 4, 8)]
-
-
-@pytest.fixture(scope="session")
-def prepared_models(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """`(family, bits, weights)` to a stock model's folder and what was prepared of it; made once a session."""
-    root = tmp_path_factory.mktemp("models")
-
-    @cache
-    def make(family: str, bits: int | None, weights: str) -> tuple[Path, Prepared]:
-        folder = root / f"{family}-{bits}"
-        if not folder.exists():
-            tiny_models.save(tiny_models.build(family, quantize=bits), folder, family, quantize=bits)
-        name = str(folder)
-        profile = mlx_npumoe.calibrate(name, max_tokens=1536, sequence=CHUNK, progress=False)
-        sites = [w.site for w in site_weights(name)[1]]
-        plan = plan_for(profile, sites, chunk=CHUNK, weights=weights, hot="all", min_chunk=MIN_CHUNK)
-        return folder, prepare(name, profile=profile, plan=plan, out=root / f"{family}-{bits}-{weights}", progress=False)
-
-    return make
-
-
-@cache
-def stock_model(family: str, bits: int | None) -> Any:
-    return tiny_models.build(family, quantize=bits)
+CASES = [(f, b, n) for f, b in MODELS for n in (QUANTISED_LENGTHS if b else LENGTHS)]
 
 
 def tokens(length: int) -> mx.array:
     return mx.array(np.random.default_rng(length).integers(2, 258, (1, length)))
 
 
-@pytest.mark.parametrize(("family", "bits"), MODELS)
-@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize(("family", "bits", "length"), CASES)
 def test_with_routing_replayed_each_tokens_logits_are_stocks(
-    family: str, bits: int | None, length: int, prepared_models: Any
+    family: str, bits: int | None, length: int, tiny: Maker
 ) -> None:
-    if length > 600 and bits is not None:
-        pytest.skip("long inputs run on the float model: the routing is the same code")
-    model, (_, prepared) = stock_model(family, bits), prepared_models(family, bits, "fp16")
+    made = tiny(family, bits)
+    model, prepared = made.model, made.prepared
     router, x = tiny_models.ROUTERS[family], tokens(length)
     stock = run(model, lambda: model(x), router)
     with mlx_npumoe.attach(model, prepared) as engine:
@@ -78,15 +50,17 @@ def test_with_routing_replayed_each_tokens_logits_are_stocks(
 
 
 @pytest.mark.parametrize("family", tiny_models.FAMILIES)
-def test_chunks_that_spill_stay_exact(family: str, prepared_models: Any) -> None:
-    model, (folder, prepared) = stock_model(family, None), prepared_models(family, None, "fp16")
-    sites = tuple(
-        replace(s, spec=replace(s.spec, groups=tuple(replace(g, capacity=32) for g in s.spec.groups)))
-        for s in prepared.plan.sites
-    )
-    profile = RoutingProfile.load(prepared.folder / "profile.safetensors")
-    tight = prepare(str(folder), profile=profile, plan=replace(prepared.plan, sites=sites),
-                    out=prepared.folder.with_name(f"{family}-tight"), progress=False)
+def test_chunks_that_spill_stay_exact(family: str, tiny: Maker, tmp_path: Path) -> None:
+    made = tiny(family)
+    model = made.model
+
+    def tighten(plan: Plan) -> Plan:
+        return replace(plan, sites=tuple(
+            replace(s, spec=replace(s.spec, groups=tuple(replace(g, capacity=32) for g in s.spec.groups)))
+            for s in plan.sites if s.spec is not None
+        ))
+
+    tight = prepare_all_hot(made.folder, tmp_path / "tight", change=tighten)
     router, x = tiny_models.ROUTERS[family], tokens(700)
     stock = run(model, lambda: model(x), router)
     with mlx_npumoe.attach(model, tight) as engine:
@@ -98,8 +72,9 @@ def test_chunks_that_spill_stay_exact(family: str, prepared_models: Any) -> None
 
 
 @pytest.mark.parametrize("family", tiny_models.FAMILIES)
-def test_int8_programs_stay_near(family: str, prepared_models: Any) -> None:
-    model, (_, prepared) = stock_model(family, None), prepared_models(family, None, "int8")
+def test_int8_programs_stay_near(family: str, tiny: Maker) -> None:
+    made = tiny(family, weights="int8")
+    model, prepared = made.model, made.prepared
     router, x = tiny_models.ROUTERS[family], tokens(300)
     stock = run(model, lambda: model(x), router)
     with mlx_npumoe.attach(model, prepared):
@@ -110,9 +85,10 @@ def test_int8_programs_stay_near(family: str, prepared_models: Any) -> None:
 
 @pytest.mark.parametrize(("family", "bits"), MODELS)
 def test_device_off_is_bit_identical_and_so_is_the_model_after_detach(
-    family: str, bits: int | None, prepared_models: Any
+    family: str, bits: int | None, tiny: Maker
 ) -> None:
-    model, (_, prepared) = stock_model(family, bits), prepared_models(family, bits, "fp16")
+    made = tiny(family, bits)
+    model, prepared = made.model, made.prepared
     x = tokens(200)
     before = model(x)
     with mlx_npumoe.attach(model, prepared, device="off") as engine:
@@ -125,8 +101,8 @@ def test_device_off_is_bit_identical_and_so_is_the_model_after_detach(
     assert mx.array_equal(model(x), before)
 
 
-def test_a_batch_is_offloaded_as_its_rows(prepared_models: Any) -> None:
-    model, (_, prepared) = stock_model("qwen3_moe", None), prepared_models("qwen3_moe", None, "fp16")
+def test_a_batch_is_offloaded_as_its_rows(tiny: Maker) -> None:
+    model, prepared = tiny("qwen3_moe").model, tiny("qwen3_moe").prepared
     x = mx.array(np.random.default_rng(5).integers(2, 258, (3, 150)))
     stock = run(model, lambda: model(x), "mlp.gate")
     with mlx_npumoe.attach(model, prepared) as engine:
@@ -135,7 +111,7 @@ def test_a_batch_is_offloaded_as_its_rows(prepared_models: Any) -> None:
     assert per_token_error(replayed.logits, stock.logits).max() < 2e-3
 
 
-def test_permuting_the_experts_of_a_model_changes_nothing(prepared_models: Any, tmp_path: Path) -> None:
+def test_permuting_the_experts_of_a_model_changes_nothing(tiny: Maker, tmp_path: Path) -> None:
     model = tiny_models.build("mixtral")
     order = mx.array([2, 0, 3, 1])
     for layer in model.layers:
@@ -144,11 +120,8 @@ def test_permuting_the_experts_of_a_model_changes_nothing(prepared_models: Any, 
         for projection in ("gate_proj", "up_proj", "down_proj"):
             moe.switch_mlp[projection].weight = moe.switch_mlp[projection].weight[order]
     folder = tiny_models.save(model, tmp_path / "m", "mixtral")
-    profile = mlx_npumoe.calibrate(str(folder), max_tokens=1536, sequence=CHUNK, progress=False)
-    plan = plan_for(profile, [w.site for w in site_weights(str(folder))[1]], chunk=CHUNK, weights="fp16", hot="all",
-                    min_chunk=MIN_CHUNK)
-    permuted = prepare(str(folder), profile=profile, plan=plan, out=tmp_path / "p", progress=False)
-    plain, (_, prepared) = stock_model("mixtral", None), prepared_models("mixtral", None, "fp16")
+    permuted = prepare_all_hot(folder, tmp_path / "p")
+    plain, prepared = tiny("mixtral").model, tiny("mixtral").prepared
     x = tokens(300)
     with mlx_npumoe.attach(plain, prepared), mlx_npumoe.attach(model, permuted):
         assert mx.array_equal(plain(x), model(x))

@@ -12,8 +12,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import struct
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ import numpy as np
 
 from ..cache import cache_root, staged
 from ..errors import ModelError, UsageError
+from ..progress import Progress, note
 
 FORMS = ("2of4", "8of8", "dense")
 RECIPE = 1  # part of the folder's name: raise it when the files of a form change
@@ -128,7 +128,7 @@ def build(form: str = "2of4", cache: Path | str | None = None, progress: bool = 
         return _checked(final)
     source = Source(locate())
     if progress:
-        print(f"Building the demo model smollm2 ({form}), once, in {final}", file=sys.stderr)
+        note(f"Building the demo model smollm2 ({form}), once, in {final}")
     try:
         with staged(final) as tmp:
             _write_texts(tmp, source, form)
@@ -188,13 +188,14 @@ def write_safetensors(path: Path, tensors: list[Tensor], progress: bool = False)
         header[tensor.name] = {"dtype": "F16", "shape": tensor.shape, "data_offsets": [begin, end]}
     head = json.dumps(header).encode()
     head += b" " * (-len(head) % 8)
-    with path.open("wb") as file:
+    with path.open("wb") as file, Progress("Building", len(tensors), "tensors", show=progress) as bar:
         file.write(struct.pack("<Q", len(head)) + head)
-        for tensor in _counted(tensors, progress):
+        for tensor in tensors:
             array = tensor.make()
             if array.shape != tensor.shape:
                 raise ModelError(f"{tensor.name} of the demo model has shape {array.shape}, not {tensor.shape}.")
             file.write(np.ascontiguousarray(array, dtype="<f2").data)
+            bar.advance()
 
 
 def _plain(source: Source, name: str, target: str) -> Tensor:
@@ -363,14 +364,3 @@ def _checked(final: Path) -> Path:
     if missing:
         raise ModelError(f"The demo model in {final} lacks {', '.join(missing)}; delete that folder to build it again.")
     return final
-
-
-def _counted(tensors: list[Tensor], progress: bool) -> Iterator[Tensor]:
-    """The tensors, with a running count on a terminal."""
-    shown = progress and sys.stderr.isatty()
-    for done, tensor in enumerate(tensors, 1):
-        yield tensor
-        if shown:
-            print(f"\r{done}/{len(tensors)} tensors", end="", file=sys.stderr, flush=True)
-    if shown:
-        print(file=sys.stderr)

@@ -63,6 +63,7 @@ class Dataflow:
         self.parts = self._find_parts(operations)  # by output
         self.direct = self._find_direct(operations)  # by value
         self.stages = self._plan(operations)
+        self._check_operands()
         written = {part.output for part in self.direct.values()} | set(self.parts)
         self._copies = [port.name for port in graph.outputs if port.name not in written]
 
@@ -97,6 +98,16 @@ class Dataflow:
         for port in (*self.graph.inputs, *self.graph.outputs):
             if port.type.dtype != "FLOAT16":
                 raise DeviceError(f"port {port.name} of {self.graph.source} is {port.type}; it has to be float16")
+
+    def _check_operands(self) -> None:
+        steps = [step for stage in self.stages for task in stage for step in task.steps]
+        known = {port.name for port in self.graph.inputs} | {name for step in steps for name in step.names}
+        known |= {part.key for parts in self.parts.values() for part in parts}
+        for step in steps:
+            if missing := [name for name in step.operands if name not in known]:
+                raise DeviceError(
+                    f"{missing[0]} of {self.graph.source} is a constant where the interpreter expects a computed value"
+                )
 
     def _find_parts(self, operations: Iterable[Operation]) -> dict[str, list[Part]]:
         """The parts of outputs that are a concat nothing else reads."""
@@ -278,7 +289,8 @@ class _Branch:
                 np.concatenate(operands, axis=axis, out=out)
 
             fixed = np.empty(math.prod(shape), np.float32)
-            self.steps.append(Step(op.operands(), (name,), (shape,), run=join, fixed=fixed))
+            pieces = tuple(str(a) for a in op.inputs["values"])
+            self.steps.append(Step(pieces, (name,), (shape,), run=join, fixed=fixed))
             return
         left = [part for part in parts if part.value not in self.flow.direct]
         if left:
