@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
@@ -28,6 +29,9 @@ def run(command: str, argv: Sequence[str] | None = None) -> int:
         return 2
     except NpumoeError as e:
         print(f"mlx_npumoe.{command}: error: {e}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:  # whoever read our output has gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OSError as e:
         where = f"{e.filename}: " if e.filename else ""

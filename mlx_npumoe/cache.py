@@ -46,8 +46,10 @@ def publish(tmp: Path, final: Path) -> Path:
 
 
 @contextmanager
-def staged(final: Path) -> Iterator[Path]:
+def staged(final: Path, *, replace: bool = False) -> Iterator[Path]:
     """Give an empty folder beside `final` to write into; publish it when the block ends, remove it if the block fails.
+
+    With `replace` it takes the place of a `final` that exists, which comes back if it cannot be published.
 
     Raises:
         OSError: the folder cannot be made or published.
@@ -58,9 +60,24 @@ def staged(final: Path) -> Iterator[Path]:
     tmp.mkdir()
     try:
         yield tmp
-        publish(tmp, final)
+        if replace and final.exists():
+            _exchange(tmp, final)
+        else:
+            publish(tmp, final)
     finally:
         shutil.rmtree(tmp, ignore_errors=True)
+
+
+def _exchange(tmp: Path, final: Path) -> None:
+    """Publish `tmp` in place of an existing `final`."""
+    aside = final.parent / f".{final.name}.{uuid.uuid4().hex[:12]}.tmp"
+    os.rename(final, aside)
+    try:
+        publish(tmp, final)
+    except OSError:
+        os.rename(aside, final)
+        raise
+    shutil.rmtree(aside, ignore_errors=True)
 
 
 def _fsync(path: Path) -> None:

@@ -24,11 +24,15 @@ from .weights import ExpertWeights
 BLOCK = 128  # tokens
 SCHEMA = 1
 MAXIMA = ("x", "gate", "up", "product", "down")
+SAMPLES = 64  # rows kept a site, for comparing programs with MLX on real inputs
 
 
 @dataclass
 class SiteProfile:
-    """What was seen at one site. `counts` has a row per full block; `totals` covers every token, tails too."""
+    """What was seen at one site. `counts` has a row per full block; `totals` covers every token, tails too.
+
+    `rows` are inputs spread over the text, the one with the largest magnitude among them, and `chosen` their experts.
+    """
 
     path: str
     experts: int
@@ -37,6 +41,8 @@ class SiteProfile:
     counts: list[np.ndarray] = field(default_factory=list)  # (E,) int64 each
     totals: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # (E,)
     maxima: dict[str, float] = field(default_factory=lambda: dict.fromkeys(MAXIMA, 0.0))  # largest magnitudes
+    rows: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), np.float16))  # (N, D)
+    chosen: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), np.int32))  # (N, K)
 
     def skew(self) -> dict[str, float]:
         """How uneven the load is: busiest expert over the mean, and the share of the busiest quarter of experts."""
@@ -82,6 +88,8 @@ class RoutingProfile:
         for name, s in self.sites.items():
             arrays[f"{name}.counts"] = mx.array(np.array(s.counts, np.int32).reshape(-1, s.experts))
             arrays[f"{name}.totals"] = mx.array(s.totals.astype(np.int64))
+            arrays[f"{name}.rows"] = mx.array(s.rows.astype(np.float16))
+            arrays[f"{name}.chosen"] = mx.array(s.chosen.astype(np.int32))
             header["sites"][name] = {
                 "experts": s.experts,
                 "top_k": s.top_k,
@@ -113,6 +121,8 @@ class RoutingProfile:
                     path=name,
                     counts=list(np.array(arrays[f"{name}.counts"], np.int64)),
                     totals=np.array(arrays[f"{name}.totals"]),
+                    rows=np.array(arrays[f"{name}.rows"]),
+                    chosen=np.array(arrays[f"{name}.chosen"]),
                     **facts,
                 )
                 for name, facts in described.items()
@@ -145,6 +155,7 @@ class Recorder:
         flat = np.array(indices).reshape(-1, K)
         keep = np.ones(len(flat), bool) if valid is None else np.array(valid).reshape(-1)
         self._count(flat[keep])
+        self._sample(np.array(x.astype(mx.float32)).reshape(len(flat), -1)[keep], flat[keep])
         rows, maxima = self._run(self._weights, x.reshape(len(flat), -1), flat, keep)
         for name, value in zip(MAXIMA, maxima, strict=True):
             self.profile.maxima[name] = max(self.profile.maxima[name], value)
@@ -159,6 +170,21 @@ class Recorder:
             self.profile.totals += counts
             if len(block) == BLOCK:
                 self.profile.counts.append(counts)
+
+
+    def _sample(self, x: np.ndarray, indices: np.ndarray) -> None:
+        """Keep SAMPLES rows spread over all calls so far, the largest first."""
+        if not len(x):
+            return
+        spread = np.unique(np.linspace(0, len(x) - 1, SAMPLES).astype(int))
+        at = np.concatenate([[np.abs(x).max(axis=1).argmax()], spread])
+        rows, chosen = x[at], indices[at]
+        if len(self.profile.rows):
+            rows, chosen = np.concatenate([self.profile.rows, rows]), np.concatenate([self.profile.chosen, chosen])
+        largest = int(np.abs(rows).max(axis=1).argmax())
+        keep = np.unique(np.linspace(0, len(rows) - 1, SAMPLES - 1).astype(int))
+        order = np.concatenate([[largest], keep[keep != largest]])
+        self.profile.rows, self.profile.chosen = rows[order], chosen[order]
 
 
 def _experts_mlx(

@@ -11,6 +11,7 @@ from unittest.mock import patch
 
 import mlx.core as mx
 import mlx.nn as nn
+import mlx_lm
 
 from . import loading
 from .devices import open_device
@@ -81,7 +82,7 @@ def _find(model: nn.Module, name: str, device: str) -> Prepared | None:
 def generate(model: nn.Module, tokenizer: Any, prompt: str | list[int], verbose: bool = False, **kwargs: Any) -> str:
     """As `mlx_lm.generate`; with `verbose` one more line says what the second device did."""
     with phase(generating=True):
-        text = _loops().generate(model, tokenizer, prompt, verbose, **kwargs)
+        text = mlx_lm.generate(model, tokenizer, prompt, verbose, **kwargs)
     made = engine(model)
     if verbose and made is not None:
         print(made.report().line())
@@ -92,7 +93,7 @@ def stream_generate(
     model: nn.Module, tokenizer: Any, prompt: Any, *args: Any, **kwargs: Any
 ) -> Generator[Any, None, None]:
     """As `mlx_lm.stream_generate`."""
-    stream = _loops().stream_generate(model, tokenizer, prompt, *args, **kwargs)
+    stream = mlx_lm.stream_generate(model, tokenizer, prompt, *args, **kwargs)
     try:
         while True:
             with phase(generating=True):
@@ -108,18 +109,13 @@ def stream_generate(
 def batch_generate(model: nn.Module, tokenizer: Any, prompts: list[list[int]], *args: Any, **kwargs: Any) -> Any:
     """As `mlx_lm.batch_generate`. Padding of shorter prompts takes no device rows."""
     with phase(generating=True), _padding_known():
-        return _loops().batch_generate(model, tokenizer, prompts, *args, **kwargs)
-
-
-def _loops() -> Any:
-    """The module `mlx_lm.generate`; the package's attribute of that name is the function."""
-    return importlib.import_module("mlx_lm.generate")
+        return mlx_lm.batch_generate(model, tokenizer, prompts, *args, **kwargs)
 
 
 @contextmanager
 def _padding_known() -> Generator[None, None, None]:
     """Let mlx-lm's prompt batches tell the phase which rows of a chunk are padding."""
-    loops = _loops()
+    loops = importlib.import_module("mlx_lm.generate")  # the package's attribute of that name is the function
     stock = loops.PromptProcessingBatch
 
     class PaddedPromptBatch(stock):

@@ -5,9 +5,7 @@ The whole model is in memory only while it is calibrated; programs are made one 
 
 from __future__ import annotations
 
-import os
 import shutil
-import uuid
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib.metadata import version
@@ -21,7 +19,7 @@ from . import loading
 from .cache import staged
 from .calibration import Recorder, RoutingProfile, SiteProfile, sequences, up_shift
 from .data import calibration_documents
-from .errors import PreparedError, UsageError
+from .errors import PreparedError, ProgramError, UsageError
 from .fingerprint import full_hash, model_fingerprint, sampled_hash, stored_dtypes
 from .machine import device_profile as find_device_profile
 from .planning.cost import SiteLoads
@@ -31,8 +29,8 @@ from .planning.plan import Plan, SitePlan, make_plan
 from .planning.tiers import TIER_POLICIES
 from .prepared import MANIFEST, PLAN, PROFILE, PROGRAMS, Prepared, PreparedSite, prepared_root, write_manifest
 from .program import BODIES, LAYOUTS, WEIGHT_FORMATS
-from .programs import emit_program, measure_error, require_accuracy
-from .progress import Progress
+from .programs import emit_program, measure_error, random_rows, require_accuracy
+from .progress import Progress, note
 from .routed import RoutedExperts
 from .sites import ExpertSite, require_sites, swap
 from .weights import Checkpoint, ExpertWeights
@@ -245,7 +243,7 @@ def prepare(
 
 
 def emit_programs(path_or_repo: str, plan: Plan, out: Path, *, progress: bool = True) -> list[dict[str, Any]]:
-    """Write only the programs of a plan into a new folder, each compared with MLX on rows of magnitude 4.
+    """Write only the programs of a plan into a new folder, each compared with MLX on random rows.
 
     Returns one `{"program", "bytes", "relative_l2", ...}` a program.
     """
@@ -261,7 +259,7 @@ def emit_programs(path_or_repo: str, plan: Plan, out: Path, *, progress: bool = 
             if site is not None and site.spec is not None:
                 name = f"{weights.site.path}.mlpackage"
                 nbytes = emit_program(site.spec, weights.matrices, folder / name)
-                error = measure_error(folder / name, site.spec, weights.matrices, magnitude=4.0)
+                error = measure_error(folder / name, site.spec, weights.matrices, *random_rows(site.spec.hidden))
                 require_accuracy(error, site.spec, weights.site.path)
                 rows.append({"program": name, "bytes": nbytes, **error})
             bar.advance()
@@ -279,7 +277,7 @@ def _write(
     progress: bool,
 ) -> Prepared:
     """Emit programs beside `final` and put the finished folder in place, whatever stood there before."""
-    with staged(final) as folder:
+    with staged(final, replace=True) as folder:
         plan.save(folder / PLAN)
         profile.save(folder / PROFILE)
         entries = []
@@ -295,10 +293,6 @@ def _write(
             sites=entries,
             versions={p: version(p) for p in ("mlx_npumoe", "mlx", "mlx-lm", "coremltools", "numpy")},
         )
-        aside = final.with_name(f".{final.name}.{uuid.uuid4().hex[:12]}.tmp")
-        if final.exists():
-            os.rename(final, aside)
-    shutil.rmtree(aside, ignore_errors=True)
     return Prepared.open(final, verify=False)
 
 
@@ -319,8 +313,14 @@ def _prepare_site(weights: ExpertWeights, plan: SitePlan | None, profile: Routin
     name = f"{PROGRAMS}/{site.path}.mlpackage"
     (folder / PROGRAMS).mkdir(exist_ok=True)
     nbytes = emit_program(plan.spec, weights.matrices, folder / name)
-    error = measure_error(folder / name, plan.spec, weights.matrices, magnitude=profile.sites[site.path].maxima["x"])
-    require_accuracy(error, plan.spec, site.path)
+    seen = profile.sites[site.path]
+    error = measure_error(folder / name, plan.spec, weights.matrices, seen.rows, seen.chosen)
+    try:
+        require_accuracy(error, plan.spec, site.path)
+    except ProgramError as e:
+        shutil.rmtree(folder / name)
+        note(f"Note: layer {site.layer} stays local. {e}")
+        return replace(entry, error=error, reason=str(e))
     return replace(entry, program=name, program_bytes=nbytes, error=error)
 
 

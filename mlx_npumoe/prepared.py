@@ -35,6 +35,7 @@ class PreparedSite:
     program: str | None = None
     program_bytes: int = 0
     error: dict[str, float] | None = None
+    reason: str | None = None  # why a planned program was not kept
 
     @property
     def shape(self) -> tuple[int, int, int]:

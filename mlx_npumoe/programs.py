@@ -29,40 +29,54 @@ def emit_program(spec: ProgramSpec, experts: Experts, package: Path) -> int:
     return packages.package_bytes(package)
 
 
-def measure_error(package: Path, spec: ProgramSpec, experts: Experts, magnitude: float) -> dict[str, float]:
-    """Run a saved program on random rows and compare each expert with MLX in float32 on the experts' own weights.
+def measure_error(
+    package: Path, spec: ProgramSpec, experts: Experts, rows: np.ndarray, chosen: np.ndarray
+) -> dict[str, float]:
+    """Run a saved program on real rows and compare each expert with MLX in float32 on the experts' own weights.
 
     Args:
-        magnitude: largest magnitude of the rows, as calibration saw it.
+        rows: `(N, D)` inputs calibration has seen, the largest first.
+        chosen: `(N, K)` their experts. An expert computes rows that were routed to it, or, where none of them was, the
+            last ones.
 
     Returns:
         `relative_l2`: of the worst expert; `relative_l2_mean`: over experts; `max_abs`: largest difference.
     """
-    rng = np.random.default_rng(0)
-    rows = min(CHECK_ROWS, min(spec.capacities))
     device = InterpreterDevice()
     try:
         lease = device.lease(device.load(package, spec))
-        inputs = []
+        inputs = {e: _rows_of(e, rows, chosen, c) for e, c in zip(spec.experts, spec.capacities, strict=True)}
         for surface, group in zip(lease.inputs, spec.groups, strict=True):
-            x = rng.standard_normal((len(group.experts), spec.hidden, rows)) * max(magnitude, 1e-3) / 4
-            x = x.astype(np.float16)
-            surface.host[:] = 0
-            surface.host.reshape(len(group.experts), spec.hidden, group.capacity)[:, :, :rows] = x
-            inputs.append(x)
+            block = np.zeros((len(group.experts), spec.hidden, group.capacity), np.float16)
+            for g, expert in enumerate(group.experts):
+                block[g, :, : len(inputs[expert])] = inputs[expert].T
+            surface.host[:] = block.reshape(surface.host.shape)
         done = device.submit(lease).result()
         errors, largest = [], 0.0
-        for surface, group, x in zip(done.outputs, spec.groups, inputs, strict=True):
-            y = surface.host.reshape(len(group.experts), spec.hidden, group.capacity)[:, :, :rows]
+        for surface, group in zip(done.outputs, spec.groups, strict=True):
+            y = surface.host.reshape(len(group.experts), spec.hidden, group.capacity)
             for g, expert in enumerate(group.experts):
-                want = _reference(experts(expert), x[g].T.astype(np.float32))
-                got = y[g].T.astype(np.float32) * 2.0**spec.up_shift
-                errors.append(float(np.linalg.norm(got - want) / max(np.linalg.norm(want), 1e-30)))
+                want = _reference(experts(expert), inputs[expert])
+                got = y[g, :, : len(want)].T.astype(np.float32) * 2.0**spec.up_shift
+                difference = np.linalg.norm(got - want)
+                errors.append(float(difference / max(np.linalg.norm(want), 1e-30)))
                 largest = max(largest, float(np.abs(got - want).max()))
         lease.retire()
     finally:
         device.close()
     return {"relative_l2": max(errors), "relative_l2_mean": float(np.mean(errors)), "max_abs": largest}
+
+
+def _rows_of(expert: int, rows: np.ndarray, chosen: np.ndarray, capacity: int) -> np.ndarray:
+    """Up to CHECK_ROWS rows for one expert, float32 `(n, D)`."""
+    mine = rows[(chosen == expert).any(axis=1)]
+    return (mine if len(mine) else rows[1:] if len(rows) > 1 else rows)[-min(CHECK_ROWS, capacity) :].astype(np.float32)
+
+
+def random_rows(hidden: int) -> tuple[np.ndarray, np.ndarray]:
+    """Rows and experts for `measure_error` where no calibration is at hand: normal, of magnitude about 4."""
+    rows = np.random.default_rng(0).standard_normal((CHECK_ROWS, hidden)).astype(np.float16)
+    return rows, np.full((CHECK_ROWS, 1), -1)
 
 
 def require_accuracy(error: dict[str, float], spec: ProgramSpec, where: str) -> None:

@@ -76,6 +76,8 @@ class Engine:
             return "nothing was prepared for experts of this place and shape"
         if loaded_hash(stand_in, entry.dtypes) != entry.sampled_sha256:
             return "the experts differ from those that were prepared (another model, a fine-tune or an adapter)"
+        if entry.reason:
+            return entry.reason
         plan = prepared.plan.site(site.path)
         if plan is None or plan.spec is None or entry.program is None:
             return plan.reason if plan is not None and plan.reason else "the plan keeps this layer local"

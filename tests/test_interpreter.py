@@ -21,7 +21,7 @@ from mlx_npumoe.converters.package import package_bytes, write_package
 from threadpoolctl import threadpool_info
 
 from mlx_npumoe.devices.dataflow import Dataflow
-from mlx_npumoe.devices.fp16 import BLOCK, RoundingScratch, round_to_fp16, widen
+from mlx_npumoe.devices.fp16 import BLOCK, RoundingScratch, narrow, round_to_fp16, widen
 from mlx_npumoe.devices.interpreter import Emulation, InterpreterDevice
 from mlx_npumoe.devices.null import NullDevice
 from mlx_npumoe.devices.tasks import Scratch
@@ -111,6 +111,11 @@ def assert_rounds_like_numpy(values: np.ndarray) -> None:
     np.testing.assert_array_equal(np.isnan(got), np.isnan(wanted))
     known = ~np.isnan(wanted)
     np.testing.assert_array_equal(got[known].view(np.uint32), wanted[known].astype(np.float32).view(np.uint32))
+    half = np.empty(values.shape, np.float16)
+    with np.errstate(all="ignore"):
+        narrow(values.copy(), half, RoundingScratch())
+    np.testing.assert_array_equal(np.isnan(half), np.isnan(wanted))
+    np.testing.assert_array_equal(half[known].view(np.uint16), wanted[known].view(np.uint16))
 
 
 def test_every_float16_and_its_surroundings_round_like_numpy() -> None:

@@ -16,11 +16,13 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-from ..demo import DEFAULT_DEMO
+
 from ..devices import DEVICES
-from ..errors import ModelError
+from ..errors import ModelError, UsageError
 from ..progress import note
 from . import add_common, parse, require_parent, write_text
+
+DEFAULT_MODEL = "demo:smollm2"
 
 
 def setup_arg_parser(loops: Any) -> argparse.ArgumentParser:
@@ -45,9 +47,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     loops = importlib.import_module("mlx_lm.generate")
     args = parse(setup_arg_parser(loops), argv)
     require_parent(args.report, "--report")
+    _require_sizes(args)
     if args.model is None and args.prompt_cache_file is None:
-        args.model = DEFAULT_DEMO
-        note(f"Note: no --model given, using {DEFAULT_DEMO}.")
+        args.model = DEFAULT_MODEL
+        note(f"Note: no --model given, using {DEFAULT_MODEL}.")
     session = _Session(args)
     out = io.StringIO() if args.json else sys.stdout
     with (
@@ -58,10 +61,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     ):
         try:
             loops.main()
-        except (ValueError, KeyError, OSError) as e:
+        except (ValueError, KeyError, IndexError, RuntimeError, OSError) as e:
             raise ModelError(f"mlx-lm cannot do this: {e}") from e
     session.finish()
     return 0
+
+
+def _require_sizes(args: argparse.Namespace) -> None:
+    """Raises UsageError for sizes mlx-lm would fail on late, or in other words."""
+    if args.max_tokens == 0:
+        raise UsageError("--max-tokens 0 generates nothing; give a positive number, or -1 for no limit.")
+    for flag in ("max_kv_size", "prefill_step_size", "num_draft_tokens"):
+        value = getattr(args, flag, None)
+        if value is not None and value < 1:
+            raise UsageError(f"--{flag.replace('_', '-')} {value} is not a positive number.")
 
 
 class _Session:

@@ -56,9 +56,8 @@ def _check(folder: str, model: str | None) -> list[dict]:
             if entry is not None and entry.program and plan is not None and plan.spec is not None:
                 package = prepared.folder / entry.program
                 lint.check(package, plan.spec)
-                error = measure_error(
-                    package, plan.spec, site.matrices, magnitude=profile.sites[entry.path].maxima["x"]
-                )
+                seen = profile.sites[entry.path]
+                error = measure_error(package, plan.spec, site.matrices, seen.rows, seen.chosen)
                 require_accuracy(error, plan.spec, entry.path)
                 rows.append({"program": entry.program, "bytes": entry.program_bytes, **error})
             bar.advance()

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from .fp16 import RoundingScratch, round_to_fp16
+from .fp16 import RoundingScratch, narrow, round_to_fp16
 
 SATURATION = 32768.0  # magnitude at which the engine's multiply-accumulate output gives up
 Values = dict[str, np.ndarray]
@@ -71,7 +71,11 @@ class Step:
         if self.saturates:
             np.copysign(np.float32(np.inf), flat, out=flat, where=np.abs(flat) >= SATURATION)
         if self.sink is not None:
-            np.copyto(values[self.sink], whole, casting="same_kind")  # rounds, too
+            sink = values[self.sink]
+            if sink.flags.c_contiguous:
+                narrow(flat, sink.reshape(-1), scratch.rounding)
+            else:
+                np.copyto(sink, whole, casting="same_kind")
             return
         if self.rounds:
             round_to_fp16(flat, scratch.rounding)
