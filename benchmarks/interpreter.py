@@ -23,10 +23,10 @@ from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
-from mlx_npumoe.converters.builder import build_program
-from mlx_npumoe.converters.package import write_package
 from threadpoolctl import ThreadpoolController
 
+from mlx_npumoe.converters.builder import build_program
+from mlx_npumoe.converters.package import write_package
 from mlx_npumoe.devices.interpreter import InterpreterDevice
 from mlx_npumoe.program import ExpertMatrices, Group, ProgramSpec
 

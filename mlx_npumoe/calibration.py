@@ -112,7 +112,8 @@ class RoutingProfile:
         if not path.is_file():
             raise PreparedError(f"There is no routing profile at {path}; make one with mlx_npumoe.calibrate.")
         try:
-            arrays, metadata = mx.load(str(path), format="safetensors", return_metadata=True)
+            loaded: Any = mx.load(str(path), format="safetensors", return_metadata=True)
+            arrays, metadata = loaded
             header = json.loads(metadata["profile"])
             schema = header.pop("schema")
             described: dict[str, Any] = header.pop("sites")
@@ -204,7 +205,7 @@ def _experts_mlx(
     maxima = [mx.max(mx.where(valid, mx.abs(a), 0)).astype(mx.float32) for a in (rows, gate, up, product, down)]
     out = down.squeeze(1)[mx.array(np.argsort(order))].reshape(*indices.shape, -1)
     mx.eval(out, maxima)
-    return out, [m.item() for m in maxima]
+    return out, [float(np.array(m)) for m in maxima]
 
 
 def _experts_numpy(

@@ -115,15 +115,14 @@ def batch_generate(model: nn.Module, tokenizer: Any, prompts: list[list[int]], *
 @contextmanager
 def _padding_known() -> Generator[None, None, None]:
     """Let mlx-lm's prompt batches tell the phase which rows of a chunk are padding."""
-    loops = importlib.import_module("mlx_lm.generate")  # the package's attribute of that name is the function
-    stock = loops.PromptProcessingBatch
+    loops: Any = importlib.import_module("mlx_lm.generate")  # the package's attribute of that name is the function
 
-    class PaddedPromptBatch(stock):
+    class PaddedPromptBatch(loops.PromptProcessingBatch):
         """mlx-lm's prompt batch, running its model under a padding mask."""
 
         def prompt(self, tokens: list[list[int]]) -> None:
-            model, lengths = self.model, [len(t) for t in tokens]
-            self.model = _MaskedCalls(model, lengths)
+            model: Any = self.model
+            self.model: Any = _MaskedCalls(model, [len(t) for t in tokens])
             try:
                 super().prompt(tokens)
             finally:
@@ -138,7 +137,7 @@ class _MaskedCalls:
 
     def __init__(self, model: nn.Module, lengths: Sequence[int]) -> None:
         self._model = model
-        self._lengths = mx.array(lengths)[:, None]  # (B, 1)
+        self._lengths = mx.array(list(lengths))[:, None]  # (B, 1)
         self._padded = len(set(lengths)) > 1
         self._start = 0
 

@@ -6,6 +6,7 @@ import platform
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,8 @@ from .cache import cache_root
 from .planning.device_profile import DeviceProfile, load_profile
 
 if TYPE_CHECKING:
+    import mlx.core as mx
+    import mlx.nn as nn
     import numpy as np
 
     from .devices.interpreter import InterpreterDevice
@@ -64,7 +67,6 @@ def measure(threads: int = 2) -> DeviceProfile:
     where MLX runs on a CPU.
     """
     import mlx.core as mx
-    import mlx.nn as nn
     import numpy as np
     from mlx_lm.models.switch_layers import SwitchGLU
 
@@ -89,9 +91,8 @@ def measure(threads: int = 2) -> DeviceProfile:
     local = {}
     for rows in (8, 32):
         x, chosen = mx.random.normal((rows, D)), mx.zeros((rows, 1), mx.uint32)
-        mx.eval(x, chosen)
-        mx.eval(experts(x, chosen))
-        local[rows] = rows * 6 * D * F / best_of(lambda x=x, c=chosen: mx.eval(experts(x, c)), 2) / 1e9
+        mx.eval(x, chosen, experts(x, chosen))
+        local[rows] = rows * 6 * D * F / best_of(partial(_evaluate, experts, x, chosen), 2) / 1e9
 
     block = mx.random.normal((8 * 128, D)).astype(mx.float16)
     mx.eval(block)
@@ -108,6 +109,12 @@ def measure(threads: int = 2) -> DeviceProfile:
     return base.replace_measured(
         source, name="interpreter", chip=chip(), figures=figures, device_rate=rates, local_rate=local
     )
+
+
+def _evaluate(experts: nn.Module, x: mx.array, chosen: mx.array) -> None:
+    import mlx.core as mx
+
+    mx.eval(experts(x, chosen))
 
 
 def _launch_seconds(

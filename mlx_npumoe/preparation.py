@@ -48,6 +48,11 @@ def site_weights(path_or_repo: str) -> tuple[str, list[ExpertWeights]]:
     return model.model_type, [ExpertWeights(site, module, checkpoint) for site, module in sites.items()]
 
 
+def site_fingerprint(tensors: Sequence[ExpertWeights], model_type: str) -> str:
+    """The model's fingerprint, from stored values."""
+    return model_fingerprint(model_type, {w.site: sampled_hash(w) for w in tensors})
+
+
 def calibrate(
     path_or_repo: str,
     *,
@@ -69,7 +74,7 @@ def calibrate(
     """
     documents, source = _read_documents(text)
     model_type, tensors = site_weights(path_or_repo)
-    fingerprint = _fingerprint(tensors, model_type)
+    fingerprint = site_fingerprint(tensors, model_type)
     model, tokenizer, _ = loading.load_whole(loading.locate(path_or_repo))
     tokens = sequences(documents, tokenizer.encode, sequence, max_tokens)
     if not tokens:
@@ -85,7 +90,7 @@ def calibrate(
 
 
 def record(model: nn.Module, tokens: Sequence[Sequence[int]], *, progress: bool = True) -> dict[str, SiteProfile]:
-    """Run token sequences through a loaded model and return the profile of each site, by path. The model is unchanged."""
+    """Run token sequences through a loaded model; the profile of each site, by path. The model is unchanged."""
     stand_ins = {site: RoutedExperts(m) for site, m in require_sites(model, "The model").items()}
     for site, stand_in in stand_ins.items():
         stand_in._recorder = Recorder(site, stand_in)
@@ -93,7 +98,7 @@ def record(model: nn.Module, tokens: Sequence[Sequence[int]], *, progress: bool 
     try:
         with Progress("Calibrating", sum(map(len, tokens)), "tokens", show=progress) as bar:
             for ids in tokens:
-                model(mx.array(ids)[None])  # the recorders evaluate what they need, logits are never computed
+                model(mx.array(list(ids))[None])  # the recorders evaluate what they need, logits are never computed
                 bar.advance(len(ids))
     finally:
         swap(model, {site.path: stand_in.unwrapped() for site, stand_in in stand_ins.items()})
@@ -213,7 +218,7 @@ def prepare(
     if profile is None:
         profile = calibrate(path_or_repo, text=text, max_tokens=max_tokens, sequence=chunk, progress=progress)
     model_type, tensors = site_weights(path_or_repo)
-    fingerprint = _fingerprint(tensors, model_type)
+    fingerprint = site_fingerprint(tensors, model_type)
     for what, found in (("routing profile", profile.fingerprint), ("plan", plan and plan.model_fingerprint)):
         if found is not None and found != fingerprint:
             raise PreparedError(
@@ -248,7 +253,7 @@ def emit_programs(path_or_repo: str, plan: Plan, out: Path, *, progress: bool = 
     Returns one `{"program", "bytes", "relative_l2", ...}` a program.
     """
     model_type, tensors = site_weights(path_or_repo)
-    if _fingerprint(tensors, model_type) != plan.model_fingerprint:
+    if site_fingerprint(tensors, model_type) != plan.model_fingerprint:
         raise PreparedError(f"The plan was made from a model with other experts than {path_or_repo}; make a new one.")
     if out.exists():
         raise UsageError(f"{out} exists; give a new folder with --out.")
@@ -337,10 +342,6 @@ def _read_documents(text: Sequence[str | Path] | None) -> tuple[list[str], str]:
         if not documents[-1].strip():
             raise UsageError(f"The text {file} is empty; give another file with --text.")
     return documents, ", ".join(Path(f).name for f in text)
-
-
-def _fingerprint(tensors: Sequence[ExpertWeights], model_type: str) -> str:
-    return model_fingerprint(model_type, {w.site: sampled_hash(w) for w in tensors})
 
 
 def _free_to_write(out: Path) -> Path:

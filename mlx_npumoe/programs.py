@@ -58,8 +58,7 @@ def measure_error(
             for g, expert in enumerate(group.experts):
                 want = _reference(experts(expert), inputs[expert])
                 got = y[g, :, : len(want)].T.astype(np.float32) * 2.0**spec.up_shift
-                difference = np.linalg.norm(got - want)
-                errors.append(float(difference / max(np.linalg.norm(want), 1e-30)))
+                errors.append(float(np.linalg.norm(got - want)) / max(float(np.linalg.norm(want)), 1e-30))
                 largest = max(largest, float(np.abs(got - want).max()))
         lease.retire()
     finally:

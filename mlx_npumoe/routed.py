@@ -54,7 +54,9 @@ class RoutedExperts(nn.Module):
         tokens = indices.size // indices.shape[-1]
         if self._recorder is not None:
             return self._recorder(x, indices, _rows_valid(now, tokens))
-        if device is None or not device.wants(tokens) or (now.generating and not self._evaluated_in_prefill):
+        if device is None or _decoding(indices) or not device.wants(tokens):
+            return self._local.whole(self, x, indices)
+        if now.generating and not self._evaluated_in_prefill:
             return self._local.whole(self, x, indices)
         try:
             out = self._routed(device, x.reshape(tokens, -1), indices.reshape(tokens, -1), _rows_valid(now, tokens))
@@ -95,6 +97,11 @@ class RoutedExperts(nn.Module):
         ticket.lease.retire(out)
         self._counters.spilled += spilled
         return out
+
+
+def _decoding(indices: mx.array) -> bool:
+    """Whether each sequence of a batch `(B, T, K)` brings a single token."""
+    return indices.ndim > 2 and indices.shape[-2] == 1
 
 
 def _rows_valid(now: phase.Phase, tokens: int) -> mx.array | None:

@@ -45,9 +45,16 @@ class SlotTable:
         repeats = np.array(spec.capacities)
         slot_expert = np.repeat(np.array(spec.experts, np.int32), repeats)
         slot_rank = np.concatenate([np.arange(c, dtype=np.int32) for c in spec.capacities])
-        arrays = [mx.array(a) for a in (capacity, first, slot_expert, slot_rank)]
-        mx.eval(arrays)
-        return cls(spec, *arrays, host_capacity=capacity[:-1].astype(np.int64))
+        made = cls(
+            spec=spec,
+            capacity=mx.array(capacity),
+            first_slot=mx.array(first),
+            slot_expert=mx.array(slot_expert),
+            slot_rank=mx.array(slot_rank),
+            host_capacity=capacity[:-1].astype(np.int64),
+        )
+        mx.eval(made.capacity, made.first_slot, made.slot_expert, made.slot_rank)
+        return made
 
 
 class Split(NamedTuple):
@@ -135,7 +142,7 @@ def combine(
     local: mx.array | None,
     assignment: Assignment,
     table: SlotTable,
-    shape: tuple[int, int, int],
+    shape: Sequence[int],
     dtype: mx.Dtype,
 ) -> mx.array:
     """Bring device and local rows back to `(T, K, D)`. Pad columns are never read.

@@ -162,7 +162,7 @@ def attach(
     if not isinstance(prepared, Prepared):
         prepared = Prepared.open(prepared)
     opened = open_device(device) if isinstance(device, str) else device
-    name = getattr(model, "_npumoe_name", None) or getattr(model, "model_type", "model")
+    name = str(getattr(model, "_npumoe_name", None) or getattr(model, "model_type", "model"))
     made = Engine(model, name)
     if opened is not None:
         try:

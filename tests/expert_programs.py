@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
 from mlx_npumoe.converters.builder import build_program
 from mlx_npumoe.converters.package import write_package
 from mlx_npumoe.converters.toolkit import coremltools, no_progress_bars
-
 from mlx_npumoe.program import ExpertMatrices, Group, ProgramSpec
 
 HIDDEN, WIDTH = 64, 48

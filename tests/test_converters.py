@@ -10,13 +10,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from expert_programs import HIDDEN, WIDTH, random_expert, saved, tiny_spec
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from expert_programs import HIDDEN, WIDTH, random_expert, saved, tiny_spec
 from mlx_npumoe.converters import formats, package
 from mlx_npumoe.converters.builder import build_program
 from mlx_npumoe.converters.mil import describe, load_graph
-
 from mlx_npumoe.errors import ProgramError
 from mlx_npumoe.program import ExpertMatrices, Group, ProgramSpec
 

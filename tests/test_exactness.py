@@ -1,4 +1,4 @@
-"""An attached model computes what stock computes, up to the programs' arithmetic. Run: pytest tests/test_exactness.py"""
+"""An attached model computes what stock does, up to the programs' arithmetic. Run: pytest tests/test_exactness.py"""
 
 from __future__ import annotations
 

@@ -13,13 +13,13 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from expert_programs import HIDDEN, mil_program, random_expert, reference, relative_error, saved, tiny_spec
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mlx_npumoe.converters.mil import load_graph
-from mlx_npumoe.converters.package import package_bytes, write_package
 from threadpoolctl import threadpool_info
 
+from expert_programs import HIDDEN, mil_program, random_expert, reference, relative_error, saved, tiny_spec
+from mlx_npumoe.converters.mil import load_graph
+from mlx_npumoe.converters.package import package_bytes, write_package
 from mlx_npumoe.devices.dataflow import Dataflow
 from mlx_npumoe.devices.fp16 import BLOCK, RoundingScratch, narrow, round_to_fp16, widen
 from mlx_npumoe.devices.interpreter import Emulation, InterpreterDevice
@@ -246,7 +246,12 @@ def test_calls_in_flight_do_not_mix(packages: Any, devices: Any) -> None:
 def test_blas_threads_are_given_back(packages: Any, devices: Any) -> None:
     before = [info["num_threads"] for info in threadpool_info()]
     spec = tiny_spec()
-    run(devices(), packages(spec), spec, draw(spec))
+    pair = [devices(), devices()]  # their calls overlap
+    loaded = [device.load(packages(spec), spec) for device in pair]
+    for _ in range(10):
+        futures = [start(device, program, draw(spec)) for device, program in zip(pair, loaded, strict=True)]
+        for future in futures:
+            future.result(30).retire()
     assert [info["num_threads"] for info in threadpool_info()] == before
 
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from expert_programs import mil_program, random_expert, saved, tiny_spec
 from mlx_npumoe.converters.builder import build_program
 from mlx_npumoe.converters.lint import DEFAULT_LIMITS, check, lint
-
 from mlx_npumoe.errors import ProgramError
 from mlx_npumoe.program import Group
 

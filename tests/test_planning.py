@@ -418,7 +418,7 @@ def test_forced_hot_sets():
     loads = [[50, 0, 30, 40]]
     slow = profile_of(device_gflops=0.01, local_gflops=1000.0)
     everything = plan_of([site_of(loads)], 64, slow, hot="all").sites[0]
-    assert (sorted(everything.hot), everything.min_chunk) == ([0, 2, 3], 1)
+    assert (sorted(everything.hot), everything.min_chunk) == ([0, 2, 3], 32)
     assert sorted(plan_of([site_of(loads)], 64, slow, hot=2).sites[0].hot) == [0, 3]
     assert plan_of([site_of(loads)], 64, slow, hot=2, min_chunk=7).sites[0].min_chunk == 7
     assert plan_of([site_of(loads)], 64, slow, hot=0).sites[0].spec is None

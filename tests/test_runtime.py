@@ -157,6 +157,15 @@ def test_padding_of_a_batch_takes_no_rows_and_changes_nothing(tiny: Maker) -> No
     assert same.token_ids == want.token_ids
 
 
+def test_decoding_a_large_batch_stays_local(tiny: Maker) -> None:
+    made = tiny("mixtral")
+    x = mx.arange(2, 66)[:, None]
+    want = made.model(x)
+    with mlx_npumoe.attach(made.model, made.prepared) as engine:
+        assert mx.array_equal(made.model(x), want)
+        assert engine.report().totals.launches == 0
+
+
 def test_a_model_can_be_used_from_another_thread(tiny: Maker) -> None:
     made = tiny("mixtral")
     model, tokenizer = mlx_npumoe.load(str(made.folder), prepared=made.prepared, progress=False)

@@ -8,9 +8,9 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-import tiny_models
 from mlx.utils import tree_flatten
 
+import tiny_models
 from mlx_npumoe import loading
 from mlx_npumoe.errors import ModelError
 from mlx_npumoe.fingerprint import full_hash, loaded_hash, sampled_hash, stored_dtypes

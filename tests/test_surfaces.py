@@ -9,8 +9,8 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
-from expert_programs import tiny_spec
 
+from expert_programs import tiny_spec
 from mlx_npumoe.devices.base import LoadedProgram
 from mlx_npumoe.devices.surfaces import HostSurface, SurfaceRing, SurfaceRings, surface_shapes
 from mlx_npumoe.errors import DeviceError

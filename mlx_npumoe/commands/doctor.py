@@ -66,10 +66,8 @@ def _packages() -> tuple[str, str]:
 def _system() -> tuple[str, str]:
     from ..machine import chip
 
-    return (
-        "ok",
-        f"{platform.system()} {platform.release()}, {chip()}, {os.cpu_count()} cores, Python {platform.python_version()}",
-    )
+    system = f"{platform.system()} {platform.release()}"
+    return "ok", f"{system}, {chip()}, {os.cpu_count()} cores, Python {platform.python_version()}"
 
 
 def _memory() -> tuple[str, str]:

@@ -16,7 +16,6 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-
 from ..devices import DEVICES
 from ..errors import ModelError, UsageError
 from ..progress import note

@@ -22,6 +22,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     made.add_argument("--weights", choices=WEIGHT_FORMATS, default="int8")
     made.add_argument("--layout", choices=LAYOUTS, default="layer")
     made.add_argument("--body", choices=BODIES, default="split")
+    made.add_argument(
+        "--hot", type=_hot, default="auto", help="Hot experts a layer: auto (by the cost rule), all, or a number."
+    )
     made.add_argument("--device-profile", metavar="FILE", help="Device to plan for. Default: this machine's.")
     args = parse(made, argv)
     require_parent(args.out, "--out")
@@ -40,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         weights=args.weights,
         layout=args.layout,
         body=args.body,
-        device=device_profile(args.device_profile),
+        hot=args.hot, device=device_profile(args.device_profile),
     )
     made_plan.save(Path(args.out))
     if args.json:
@@ -50,3 +53,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not args.json:
         print(f"Plan: {args.out}")
     return 0
+
+
+def _hot(text: str) -> str | int:
+    """An argparse type: `auto`, `all` or a whole number."""
+    if text in ("auto", "all"):
+        return text
+    return positive(text)

@@ -50,13 +50,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     sites = prepared.sites.values()
     errors = [s.error["relative_l2"] for s in sites if s.error]
+    nbytes = sum(s.program_bytes for s in sites)
     summary = {
         "folder": str(prepared.folder),
         "model": prepared.model,
         "fingerprint": prepared.fingerprint,
         "layers": len(prepared.sites),
         "programs": sum(s.program is not None for s in sites),
-        "program_bytes": sum(s.program_bytes for s in sites),
+        "program_bytes": nbytes,
         "weights": prepared.plan.weights,
         "worst_relative_l2": max(errors, default=None),
     }
@@ -66,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     worst = f", furthest from MLX by {max(errors):.2g} (relative L2)" if errors else ""
     print(
         f"Prepared {prepared.model}: {summary['programs']} of {summary['layers']} layers have a program "
-        f"({summary['program_bytes'] / 1e6:.1f} MB, {prepared.plan.weights}){worst}."
+        f"({nbytes / 1e6:.1f} MB, {prepared.plan.weights}){worst}."
     )
     print(f"Folder: {prepared.folder}")
     print(f"Next: mlx_npumoe.generate --model {prepared.model} --prompt ...")

@@ -1,6 +1,8 @@
-"""Second devices that run expert programs: the interpreter (any machine) and the null device (measures our own cost)."""
+"""Second devices that run expert programs: the interpreter on any machine, the null device to measure our own cost."""
 
 from __future__ import annotations
+
+import sys
 
 from ..errors import UsageError
 from .base import ExpertDevice
@@ -16,6 +18,8 @@ def open_device(name: str) -> ExpertDevice | None:
     """
     if name == "off":
         return None
+    if name == "auto" and sys.platform == "darwin":
+        return None  # the GPU is faster than the interpreter, and the Neural Engine is not driven by this version
     if name in ("auto", "interpreter"):
         from .interpreter import InterpreterDevice
 

@@ -69,7 +69,7 @@ class Dataflow:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the float32 weights."""
+        """Bytes of the float32 weights of matrices."""
         return self._weight_bytes
 
     def run(self, inputs: Sequence[np.ndarray], outputs: Sequence[np.ndarray], team: Team[Scratch]) -> None:
@@ -211,7 +211,7 @@ class _Branch:
                 if stacks[name][0] is op:
                     self._stack(stacks[name], [computes[o.outputs[0].name] for o in stacks[name]])
             else:
-                self._compute(op, computes[name])
+                self._add([op], computes[name])
 
     def _find_outliving(self, operations: Sequence[Operation]) -> set[str]:
         """Values read by other tasks or copied to an output, and what those are views of."""
@@ -238,9 +238,6 @@ class _Branch:
         weight = np.concatenate([c.weight for c in computes if c.weight is not None])
         columns = math.prod(self.flow.shape(operations[0].outputs[0].name)[2:])
         self._add(operations, conv1x1(computes[0].operands[0], weight, columns))
-
-    def _compute(self, op: Operation, compute: Compute) -> None:
-        self._add([op], compute)
 
     def _add(self, operations: Sequence[Operation], compute: Compute) -> None:
         names = tuple(op.outputs[0].name for op in operations)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import numpy as np
 
 BLOCK = 1 << 16  # elements rounded at a time, so that value and scratch stay in the cache
-_OVERFLOW = 65520.0  # the first magnitude that rounds to infinity
+_HUGE = 142 << 23  # exponent of 2**15: from here on numbers may overflow, or be infinite or NaN
+_NEVER_ZERO = 103 << 23  # exponent of 2**-24: from here on nothing rounds to zero
 _EXPONENT = np.int32(0x7F800000)
 _SIGN = np.int32(-(1 << 31))
 _MAGNITUDE = np.int32(0x7FFFFFFF)
@@ -31,24 +32,27 @@ def round_to_fp16(values: np.ndarray, scratch: RoundingScratch) -> None:
 
     Adding and taking away `1.5 * 2**(e+13)` rounds a number of exponent e to the 11 bits of float16 (ours; the trick
     is the classic magic-number rounding with the magic number chosen per element). Exponents below -14 share the
-    spacing of -14, which makes subnormals right. Blocks with infinities, NaN or overflow go through NumPy.
+    spacing of -14, which makes subnormals right. Blocks with numbers of 2**15 and over, or NaN, go through NumPy.
     """
     for start in range(0, values.size, BLOCK):
         x = values[start : start + BLOCK]
-        if not (x.max() < _OVERFLOW and x.min() > -_OVERFLOW):  # also where there is a NaN
-            x[:] = x.astype(np.float16)
-            continue
         bits = x.view(np.int32)
         magic = scratch.magic[: x.size]
         sign = scratch.sign[: x.size]
         exponent = magic.view(np.int32)
-        np.bitwise_and(bits, _SIGN, out=sign)
         np.bitwise_and(bits, _EXPONENT, out=exponent)
+        if exponent.max() >= _HUGE:
+            x[:] = x.astype(np.float16)
+            continue
+        zeros = exponent.min() < _NEVER_ZERO
+        if zeros:
+            np.bitwise_and(bits, _SIGN, out=sign)
         np.maximum(exponent, scratch.smallest[: x.size], out=exponent)
         np.add(exponent, _MAGIC, out=exponent)
         np.add(x, magic, out=x)
         np.subtract(x, magic, out=x)
-        np.bitwise_or(bits, sign, out=bits)  # a negative number that rounds to zero keeps its sign
+        if zeros:
+            np.bitwise_or(bits, sign, out=bits)  # a negative number that rounds to zero keeps its sign
 
 
 def narrow(values: np.ndarray, out: np.ndarray, scratch: RoundingScratch) -> None:
@@ -59,16 +63,16 @@ def narrow(values: np.ndarray, out: np.ndarray, scratch: RoundingScratch) -> Non
     """
     for start in range(0, values.size, BLOCK):
         x = values[start : start + BLOCK]
-        if not (x.max() < _OVERFLOW and x.min() > -_OVERFLOW):
-            np.copyto(out[start : start + BLOCK], x, casting="same_kind")
-            continue
         bits = x.view(np.int32)
         magic = scratch.magic[: x.size]
         place = magic.view(np.int32)
         sign = scratch.sign[: x.size]
+        np.bitwise_and(bits, _EXPONENT, out=place)
+        if place.max() >= _HUGE:
+            np.copyto(out[start : start + BLOCK], x, casting="same_kind")
+            continue
         np.right_shift(bits, 16, out=sign)
         np.bitwise_and(sign, np.int32(0x8000), out=sign)
-        np.bitwise_and(bits, _EXPONENT, out=place)
         np.maximum(place, scratch.smallest[: x.size], out=place)
         np.add(place, np.int32(13 << 23), out=place)
         np.bitwise_and(bits, _MAGNITUDE, out=bits)
@@ -92,10 +96,11 @@ def widen(half: np.ndarray, out: np.ndarray) -> None:
 
 
 def _widen_block(half: np.ndarray, out: np.ndarray) -> None:
+    if half.size and (half.view(np.int16).max() >= 0x7C00 or half.view(np.uint16).max() >= 0xFC00):
+        np.copyto(out, half)  # infinity and NaN have no place in the arithmetic below
+        return
     bits = out.view(np.int32)
     np.copyto(bits, half.view(np.int16))
     np.left_shift(bits, 13, out=bits)
     np.bitwise_and(bits, np.int32(-0x70002000), out=bits)  # sign, and the 15 bits in their float32 places
     np.multiply(out, np.float32(2.0**112), out=out)  # from float16's exponent bias to float32's
-    if out.size and not (out.max() < 65536.0 and out.min() > -65536.0):
-        np.copyto(out, half)  # infinity and NaN have no place in the arithmetic above

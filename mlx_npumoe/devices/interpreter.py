@@ -7,6 +7,7 @@ programs, surfaces and threads; MLX is never called from the device's threads.
 from __future__ import annotations
 
 import os
+import threading
 import time
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -40,6 +41,11 @@ class Emulation:
     nan_output: bool = False  # every output is NaN
     fail_every: int = 0  # every n-th call fails; 0 is never
     hang_s: float = 0.0  # every call sleeps this long first, unless the device is closed
+
+
+# Held around every call: the number of BLAS threads is one setting for the whole process, and overlapping limits of
+# two threads restore each other's. Interpreters in one process take turns; they would share the cores anyway.
+_BLAS = threading.Lock()
 
 
 class InterpreterDevice:
@@ -110,7 +116,7 @@ class InterpreterDevice:
         if emulation.fail_every and self._calls % emulation.fail_every == 0:
             raise DeviceError(f"emulated failure of call {self._calls}")
         flow: Any = lease.program.state
-        with self._blas.limit(limits=1, user_api="blas"):
+        with _BLAS, self._blas.limit(limits=1, user_api="blas"):
             flow.run(
                 [_shaped(s.host, port.type.shape) for s, port in zip(lease.inputs, flow.graph.inputs, strict=True)],
                 [_shaped(s.host, port.type.shape) for s, port in zip(lease.outputs, flow.graph.outputs, strict=True)],

@@ -75,8 +75,8 @@ def place(
         policy: of the capacities.
         weights: format on the device.
         hot: "auto", or every expert with load, or that many a site.
-        min_chunk: overrides the least chunk of all hot sites; by default the cost rule's, or 1 with a forced
-            `hot`.
+        min_chunk: overrides the least chunk of all hot sites; by default the cost rule's, or one grain with
+            a forced `hot`, so that decode stays local.
 
     Raises:
         UsageError: where a forced hot set does not fit.
@@ -95,7 +95,7 @@ def place(
         share_budget(candidates, profile.limits)
     else:
         _force(candidates, profile.limits, hot)
-    forced_chunk = min_chunk if min_chunk is not None or hot == "auto" else 1
+    forced_chunk = min_chunk if min_chunk is not None or hot == "auto" else min(profile.limits.grain, chunk)
     return [_placement(c, profile.limits, chunk, forced_chunk) for c in candidates]
 
 

@@ -1,0 +1,134 @@
+"""Decode steps of an attached model against stock: interleaved pairs, ratio with a bootstrap interval.
+
+Run: python -m mlx_npumoe.benchmarks.decode [--pairs 30] [--json]. A random Qwen3-MoE of 8 layers is made for it; what
+is measured is what our stand-ins add to mlx-lm's own decode graph.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx.utils import tree_flatten
+
+from mlx_npumoe import attach
+from mlx_npumoe.calibration import RoutingProfile
+from mlx_npumoe.preparation import plan_for, prepare, record, site_fingerprint, site_weights
+from mlx_npumoe.prepared import Prepared
+
+CONFIG = {
+    "model_type": "qwen3_moe",
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "moe_intermediate_size": 128,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 32,
+    "num_experts": 32,
+    "num_experts_per_tok": 4,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "norm_topk_prob": True,
+    "rms_norm_eps": 1e-6,
+    "vocab_size": 1024,
+    "max_position_embeddings": 4096,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+}
+
+
+def random_model(folder: Path) -> tuple[nn.Module, Prepared]:
+    """A random model written to `folder`, and what was prepared of it with every expert on the device."""
+    from mlx_lm.models import qwen3_moe
+
+    mx.random.seed(0)
+    model = qwen3_moe.Model(qwen3_moe.ModelArgs.from_dict(CONFIG))
+    model.eval()
+    mx.eval(model.parameters())
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    mx.save_safetensors(str(folder / "model.safetensors"), dict(tree_flatten(model.parameters())))
+    text = np.random.default_rng(0).integers(0, CONFIG["vocab_size"], 512).tolist()
+    model_type, weights = site_weights(str(folder))
+    profile = RoutingProfile(
+        fingerprint=site_fingerprint(weights, model_type),
+        model_type=model_type,
+        source="random tokens",
+        phase="prefill",
+        sequence=512,
+        sites=record(model, [text], progress=False),
+    )
+    plan = plan_for(profile, [w.site for w in weights], chunk=512, hot="all", min_chunk=32)
+    return model, prepare(str(folder), profile=profile, plan=plan, out=folder / "prepared", progress=False)
+
+
+def decode_seconds(model: nn.Module, steps: int, prompt: int = 32) -> float:
+    """Seconds a decode step takes, averaged over `steps`, each built and evaluated as mlx-lm does."""
+    from mlx_lm.models.cache import make_prompt_cache
+
+    cache = make_prompt_cache(model)
+    mx.eval(model(mx.arange(prompt - 1)[None], cache=cache))
+    token = mx.array([[1]])
+    start = time.perf_counter()
+    for _ in range(steps):
+        token = mx.argmax(model(token, cache=cache)[:, -1], axis=-1)[None]
+        mx.eval(token)
+    return (time.perf_counter() - start) / steps
+
+
+def measure(pairs: int, steps: int) -> dict[str, float]:
+    """Interleaved pairs, the order of a pair alternating: median ratio attached / stock and its 95 % interval."""
+    with tempfile.TemporaryDirectory() as folder:
+        model, prepared = random_model(Path(folder))
+        times: dict[bool, list[float]] = {False: [], True: []}
+        for pair in range(-2, pairs):
+            for attached in (False, True) if pair % 2 else (True, False):
+                if attached:
+                    with attach(model, prepared):
+                        seconds = decode_seconds(model, steps)
+                else:
+                    seconds = decode_seconds(model, steps)
+                if pair >= 0:
+                    times[attached].append(seconds)
+    ratios = np.array(times[True]) / np.array(times[False])
+    draws = np.random.default_rng(0).choice(ratios, (10_000, len(ratios)))
+    low, high = np.percentile(np.median(draws, axis=1), [2.5, 97.5])
+    return {
+        "pairs": pairs,
+        "steps": steps,
+        "stock_ms": float(np.median(times[False])) * 1e3,
+        "attached_ms": float(np.median(times[True])) * 1e3,
+        "ratio": float(np.median(ratios)),
+        "ratio_low": float(low),
+        "ratio_high": float(high),
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark."""
+    parser = argparse.ArgumentParser(prog="mlx_npumoe.benchmarks.decode", description="Decode: attached against stock.")
+    parser.add_argument("--pairs", type=int, default=30)
+    parser.add_argument("--steps", type=int, default=20, help="Decode steps a measurement.")
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args(argv)
+    result = measure(args.pairs, args.steps)
+    if args.json:
+        print(json.dumps(result, indent=2))
+        return 0
+    print(
+        f"decode step: stock {result['stock_ms']:.2f} ms, attached {result['attached_ms']:.2f} ms, ratio "
+        f"{result['ratio']:.4f} (95 % interval {result['ratio_low']:.4f} to {result['ratio_high']:.4f}, "
+        f"{args.pairs} interleaved pairs of {args.steps} steps, measured here)"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

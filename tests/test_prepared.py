@@ -1,0 +1,263 @@
+"""Preparing, and refusing what is damaged. Run: pytest tests/test_prepared.py"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+import mlx_npumoe
+import tiny_models
+from mlx_npumoe import loading, preparation
+from mlx_npumoe.calibration import BLOCK, RoutingProfile, SiteProfile, sequences, up_shift
+from mlx_npumoe.errors import PreparedError, UsageError
+from mlx_npumoe.prepared import MANIFEST, PLAN, PROFILE, Prepared
+from mlx_npumoe.sites import find_sites
+from prepared_models import Maker, prepare_all_hot
+
+
+def _edit(folder: Path, change: Callable[[dict], None]) -> None:
+    manifest = json.loads((folder / MANIFEST).read_text())
+    change(manifest)
+    (folder / MANIFEST).write_text(json.dumps(manifest))
+
+
+def _flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 0x10
+    path.write_bytes(bytes(data))
+
+
+def _weights(folder: Path) -> Path:
+    return next(folder.rglob("weight.bin"))
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no manifest": (lambda f: (f / MANIFEST).unlink(), "not a Prepared folder"),
+    "manifest is no JSON": (lambda f: (f / MANIFEST).write_text("{"), "cannot be read"),
+    "manifest is a list": (lambda f: (f / MANIFEST).write_text("[]"), "schema none"),
+    "newer schema": (lambda f: _edit(f, lambda m: m.update(schema=99)), "schema 99"),
+    "no sites": (lambda f: _edit(f, lambda m: m.pop("sites")), "damaged"),
+    "unknown key": (lambda f: _edit(f, lambda m: m["sites"][0].update(extra=1)), "damaged"),
+    "files without hashes": (lambda f: _edit(f, lambda m: m.update(files={})), "does not list"),
+    "program bit flipped": (lambda f: _flip(_weights(f)), "hash does not match"),
+    "program truncated": (lambda f: _weights(f).write_bytes(b"short"), "wrong size"),
+    "program gone": (lambda f: shutil.rmtree(f / "programs"), "missing"),
+    "plan bit flipped": (lambda f: _flip(f / PLAN), "hash does not match"),
+    "profile gone": (lambda f: (f / PROFILE).unlink(), "missing"),
+    "path out of the folder": (
+        lambda f: _edit(f, lambda m: m["files"].update({"../stolen": {"sha256": "", "bytes": 0}})),
+        "outside the folder",
+    ),
+    "absolute path": (
+        lambda f: _edit(f, lambda m: m["files"].update({"/etc/hostname": {"sha256": "", "bytes": 0}})),
+        "outside the folder",
+    ),
+    "plan of another model": (lambda f: _edit(f, lambda m: m.update(fingerprint="0" * 64)), "another model"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_folder_is_one_sentence(damage: str, tiny: Maker, tmp_path: Path) -> None:
+    break_it, message = DAMAGES[damage]
+    folder = tmp_path / "copy"
+    shutil.copytree(tiny("mixtral").prepared.folder, folder)
+    break_it(folder)
+    with pytest.raises(PreparedError, match=message) as caught:
+        Prepared.open(folder)
+    assert "\n" not in str(caught.value)
+    with pytest.raises(PreparedError):
+        mlx_npumoe.load(str(tiny("mixtral").folder), prepared=folder)
+
+
+def test_a_damaged_cached_folder_means_plain_mlx_and_one_line(
+    tiny: Maker, private_cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = tiny("mixtral")
+    (private_cache / "prepared").mkdir(parents=True)
+    copy = shutil.copytree(made.prepared.folder, private_cache / "prepared" / "it")
+    _flip(_weights(copy))
+    model, _ = mlx_npumoe.load(str(made.folder))
+    assert mlx_npumoe.engine(model) is None
+    assert "hash does not match" in capsys.readouterr().err
+
+
+def test_the_manifest_states_each_programs_error(tiny: Maker) -> None:
+    for weights, low, high in (("fp16", 1e-4, 2e-3), ("int8", 3e-3, 3e-2)):
+        for site in tiny("qwen3_moe", weights=weights).prepared.sites.values():
+            assert site.error is not None and low < site.error["relative_l2"] < high
+            assert site.program_bytes > 0
+
+
+def test_prepare_goes_to_the_cache_of_the_fingerprint_and_replaces_what_stood_there(
+    tiny: Maker, private_cache: Path
+) -> None:
+    made = tiny("mixtral")
+    profile, plan = RoutingProfile.load(made.prepared.folder / PROFILE), made.prepared.plan
+    first = preparation.prepare(str(made.folder), profile=profile, plan=plan, progress=False)
+    assert first.folder == private_cache / "prepared" / first.fingerprint[:24]
+    few = replace(plan, sites=(plan.sites[0], *(replace(s, spec=None, reason="test", min_chunk=0) for s in plan.sites[1:])))
+    again = preparation.prepare(str(made.folder), profile=profile, plan=few, progress=False)
+    assert again.folder == first.folder
+    assert [s.program is not None for s in Prepared.open(again.folder).sites.values()] == [True, False, False]
+    assert [p.name for p in (private_cache / "prepared").iterdir()] == [first.folder.name]
+
+
+def test_a_failing_prepare_leaves_nothing_and_keeps_what_was(
+    tiny: Maker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = tiny("mixtral")
+    out = tmp_path / "out"
+    kept = shutil.copytree(made.prepared.folder, out)
+    monkeypatch.setattr(preparation, "measure_error", lambda *a: (_ for _ in ()).throw(OSError("disk full")))
+    with pytest.raises(OSError, match="disk full"):
+        preparation.prepare(
+            str(made.folder), profile=kept / PROFILE, plan=kept / PLAN, out=out, progress=False
+        )
+    assert [p.name for p in tmp_path.iterdir() if not p.name.startswith("cache")] == ["out"]
+    assert Prepared.open(out).fingerprint == made.prepared.fingerprint
+
+
+def test_a_program_that_computes_something_else_is_not_kept(
+    tiny: Maker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = tiny("mixtral")
+    measured = preparation.measure_error
+    calls: list[int] = []
+
+    def second_is_wrong(*args: object) -> dict[str, float]:
+        calls.append(1)
+        error = measured(*args)  # type: ignore[arg-type]
+        return {**error, "relative_l2": 0.5} if len(calls) == 2 else error
+
+    monkeypatch.setattr(preparation, "measure_error", second_is_wrong)
+    prepared = preparation.prepare(
+        str(made.folder), profile=made.prepared.folder / PROFILE, plan=made.prepared.plan, out=tmp_path / "out",
+        progress=False,
+    )
+    assert "layer 1 stays local" in capsys.readouterr().err
+    with mlx_npumoe.attach(made.model, prepared) as engine:
+        mx.eval(made.model(mx.arange(2, 66)[None]))
+        assert [layer.counters.launches for layer in engine.report().layers] == [1, 0, 1]
+        assert "differs from MLX" in (engine.report().layers[1].reason or "")
+
+
+def test_given_a_profile_the_model_is_never_loaded(tiny: Maker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = tiny("qwen3_moe", 4)
+    monkeypatch.setattr(loading, "load_whole", lambda *a, **k: pytest.fail("the model was loaded"))
+    peak: list[int] = []
+    real = preparation._prepare_site
+
+    def watched(*args: object) -> object:
+        entry = real(*args)  # type: ignore[arg-type]
+        peak.append(mx.get_active_memory())
+        return entry
+
+    monkeypatch.setattr(preparation, "_prepare_site", watched)
+    before = mx.get_active_memory()
+    preparation.prepare(str(made.folder), profile=made.prepared.folder / PROFILE, out=tmp_path / "o", progress=False)
+    site = next(iter(find_sites(made.model)))
+    assert max(peak) - before < site.nbytes
+
+
+def test_profiles_and_plans_of_other_models_are_refused(tiny: Maker, tmp_path: Path) -> None:
+    other = tiny_models.save(tiny_models.build("mixtral", seed=3), tmp_path / "m", "mixtral")
+    folder = tiny("mixtral").prepared.folder
+    with pytest.raises(PreparedError, match="other experts"):
+        preparation.prepare(str(other), profile=folder / PROFILE, out=tmp_path / "o", progress=False)
+    assert not (tmp_path / "o").exists()
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"tiers": "x"}, {"weights": "int2"}, {"layout": "x"}, {"body": "x"}, {"chunk": 0}, {"max_tokens": 0}]
+)
+def test_wrong_arguments_are_usage_errors(wrong: dict, tiny: Maker) -> None:
+    with pytest.raises(UsageError):
+        preparation.prepare(str(tiny("mixtral").folder), **wrong)
+
+
+def test_out_is_never_an_unrelated_folder(tiny: Maker, tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("precious")
+    with pytest.raises(UsageError, match="no Prepared folder"):
+        preparation.prepare(str(tiny("mixtral").folder), out=tmp_path)
+    assert (tmp_path / "thesis.txt").read_text() == "precious"
+
+
+@pytest.mark.parametrize(("content", "message"), [(b"", "empty"), (b"\xff\xfe\x00", "UTF-8"), (None, "cannot be read")])
+def test_unusable_texts_are_usage_errors(content: bytes | None, message: str, tiny: Maker, tmp_path: Path) -> None:
+    file = tmp_path / "text"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(UsageError, match=message):
+        mlx_npumoe.calibrate(str(tiny("mixtral").folder), text=[file], progress=False)
+
+
+def test_calibration_counts_every_pair_once(tiny: Maker, tmp_path: Path) -> None:
+    text = tmp_path / "text"
+    text.write_text("All work and no play makes Jack a dull boy. " * 30)
+    profile = mlx_npumoe.calibrate(str(tiny("qwen3_moe").folder), text=[text], max_tokens=1000, sequence=300)
+    for site in profile.sites.values():
+        assert site.tokens == 1000 and site.totals.sum() == 2000
+        assert len(site.counts) == 3 * 2 and all(c.sum() == 2 * BLOCK for c in site.counts)
+        assert len(site.rows) <= 64 and site.rows.shape[1] == 64
+        assert np.abs(site.rows[0]).max() == pytest.approx(site.maxima["x"], rel=1e-3)
+
+
+def test_a_profile_survives_the_disk_and_damage_is_one_sentence(tiny: Maker, tmp_path: Path) -> None:
+    path = tmp_path / "p.safetensors"
+    profile = RoutingProfile.load(tiny("mixtral").prepared.folder / PROFILE)
+    profile.save(path)
+    again = RoutingProfile.load(path)
+    for a, b in zip(profile.sites.values(), again.sites.values(), strict=True):
+        np.testing.assert_array_equal(np.array(a.counts), np.array(b.counts))
+        assert (a.maxima, a.top_k, a.tokens) == (b.maxima, b.top_k, b.tokens)
+    for content in (b"", b"junk" * 100, path.read_bytes()[:200]):
+        (tmp_path / "bad.safetensors").write_bytes(content)
+        with pytest.raises(PreparedError, match="not a routing profile"):
+            RoutingProfile.load(tmp_path / "bad.safetensors")
+    with pytest.raises(PreparedError, match="no routing profile"):
+        RoutingProfile.load(tmp_path / "absent.safetensors")
+
+
+def test_loads_of_a_chunk_are_sums_of_blocks() -> None:
+    site = SiteProfile("s", 2, top_k=1, tokens=3 * BLOCK + 10)
+    site.counts = [np.array([100, 28]), np.array([28, 100]), np.array([64, 64])]
+    site.totals = np.array([200, 194])
+    np.testing.assert_array_equal(site.loads(2 * BLOCK), [[128, 128], [92, 164]])
+    np.testing.assert_allclose(site.loads(2 * BLOCK + 64).sum(axis=1), [320, 320])
+    np.testing.assert_allclose(site.loads(1024).sum(), 1024)
+    np.testing.assert_allclose(site.loads(32).sum(), 32)
+
+
+def test_sequences_cut_and_limit() -> None:
+    assert sequences(["abc", "de"], lambda s: [ord(c) for c in s], 2, 4) == [[97, 98], [99, 100]]
+
+
+@pytest.mark.parametrize(
+    ("largest", "shift"), [(0.0, 0), (100.0, 0), (8192.0, 0), (8193.0, 1), (40000.0, 3), (1e6, 7)]
+)
+def test_up_is_scaled_to_stay_four_times_under_the_engines_limit(largest: float, shift: int) -> None:
+    assert up_shift({"x": 9e9, "gate": 9e9, "up": 1.0, "product": largest, "down": 0.0}) == shift
+
+
+def test_a_model_near_the_fp16_limit_is_shifted_and_exact(tmp_path: Path) -> None:
+    model = tiny_models.build("mixtral")
+    experts = model.layers[-1].block_sparse_moe.switch_mlp
+    experts.up_proj.weight = experts.up_proj.weight * 4e4  # products of about 9e4: infinite in fp16
+    folder = tiny_models.save(model, tmp_path / "m", "mixtral")
+    prepared = prepare_all_hot(folder, tmp_path / "p")
+    assert [s.spec is not None and s.spec.up_shift > 0 for s in prepared.plan.sites] == [False, False, True]
+    from replay import per_token_error, run
+
+    x = mx.array(np.random.default_rng(0).integers(2, 258, (1, 200)))
+    stock = run(model, lambda: model(x), "block_sparse_moe.gate")
+    with mlx_npumoe.attach(model, prepared) as engine:
+        replayed = run(model, lambda: model(x), "block_sparse_moe.gate", stock)
+        assert engine.report().totals.fallbacks == 0
+    assert per_token_error(replayed.logits, stock.logits).max() < 2e-3
