@@ -9,6 +9,8 @@ from __future__ import annotations
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx.utils import tree_flatten
+
 from . import phase
 from .calibration import Recorder
 from .errors import DeviceError
@@ -40,6 +42,20 @@ class RoutedExperts(nn.Module):
         self._device: DeviceExecutor | None = None
         self._recorder: Recorder | None = None
         self._counters = LayerCounters()
+        object.__setattr__(self, "_attached", ())  # a tuple, which nn.Module would take for parameters
+
+    def use(self, device: DeviceExecutor) -> None:
+        """Send hot experts to `device`, for as long as the experts are the arrays they are now."""
+        object.__setattr__(self, "_attached", self._arrays())
+        self._device = device
+
+    def changed(self) -> bool:
+        """Whether weights were loaded, quantised or adapted since `use`: the programs compute the old ones."""
+        now = self._arrays()
+        return len(now) != len(self._attached) or any(a is not b for a, b in zip(now, self._attached, strict=True))
+
+    def _arrays(self) -> tuple[mx.array, ...]:
+        return tuple(a for _, a in tree_flatten(self.parameters()))
 
     def unwrapped(self) -> nn.Module:
         """The stock module, holding whatever children this one holds now."""
@@ -54,12 +70,14 @@ class RoutedExperts(nn.Module):
         tokens = indices.size // indices.shape[-1]
         if self._recorder is not None:
             return self._recorder(x, indices, _rows_valid(now, tokens))
-        if device is None or _decoding(indices) or not device.wants(tokens):
+        if device is None or _decoding(indices) or not device.wants(tokens) or self.changed():
             return self._local.whole(self, x, indices)
         if now.generating and not self._evaluated_in_prefill:
             return self._local.whole(self, x, indices)
         try:
             out = self._routed(device, x.reshape(tokens, -1), indices.reshape(tokens, -1), _rows_valid(now, tokens))
+        except _Traced:
+            return self._local.whole(self, x, indices)
         except DeviceError as e:
             self._counters.fallbacks += 1
             device.breaker.failure(str(e))
@@ -84,7 +102,7 @@ class RoutedExperts(nn.Module):
         table = device.table
         assignment = assign(indices, table, valid)
         packed = pack(x, assignment, table)
-        mx.eval(packed, assignment.counts)
+        _evaluate(packed, assignment.counts)
         accepted, n_local, spilled = assignment.split(table)
         ticket = device.start(packed, accepted)
         local = None
@@ -97,6 +115,19 @@ class RoutedExperts(nn.Module):
         ticket.lease.retire(out)
         self._counters.spilled += spilled
         return out
+
+
+class _Traced(Exception):
+    """The call is traced by `mx.compile` or another transformation, which allows no evaluation."""
+
+
+def _evaluate(*arrays: object) -> None:
+    try:
+        mx.eval(*arrays)
+    except (RuntimeError, ValueError) as e:
+        if "transformations" in str(e):
+            raise _Traced from e
+        raise
 
 
 def _decoding(indices: mx.array) -> bool:

@@ -85,7 +85,7 @@ class Engine:
             loaded = self._residency.admit(prepared.folder / entry.program, plan.spec, entry.program_bytes)
         except DeviceError as e:
             return str(e)
-        stand_in._device = DeviceExecutor(
+        executor = DeviceExecutor(
             self.device,
             loaded,
             SlotTable.of(plan.spec, site.experts),
@@ -94,6 +94,7 @@ class Engine:
             deadline_s=deadline_s,
             breaker=breaker,
         )
+        stand_in.use(executor)
         return None
 
     def report(self) -> Report:
@@ -103,6 +104,8 @@ class Engine:
             reason = self._reasons[site]
             if reason is None and stand_in._device is not None and stand_in._device.breaker.open:
                 reason = f"device switched off: {stand_in._device.breaker.last_reason}"
+            elif reason is None and stand_in._device is not None and stand_in.changed():
+                reason = "the experts were changed after they were attached"
             layers.append(LayerReport(site.layer, stand_in._counters, reason))
         return Report(self.name, self.device.name if self.device else "off", self._weights, tuple(layers))
 

@@ -157,6 +157,25 @@ def test_padding_of_a_batch_takes_no_rows_and_changes_nothing(tiny: Maker) -> No
     assert same.token_ids == want.token_ids
 
 
+def test_experts_changed_after_attaching_are_never_computed_by_old_programs(tiny: Maker) -> None:
+    model, other = tiny_models.build("mixtral"), tiny_models.build("mixtral", seed=9)
+    x = tokens(80)
+    with mlx_npumoe.attach(model, tiny("mixtral").prepared) as engine:
+        model.load_weights(tree_flatten(other.parameters()), strict=True)
+        assert mx.array_equal(model(x), other(x))
+        assert all("changed" in (layer.reason or "") for layer in engine.report().layers)
+    assert mx.array_equal(model(x), other(x))
+
+
+def test_a_compiled_call_takes_the_stock_path(tiny: Maker) -> None:
+    made, x = tiny("mixtral"), tokens(80)
+    want = mx.compile(made.model.__call__)(x)
+    with mlx_npumoe.attach(made.model, made.prepared) as engine:
+        got = mx.compile(made.model.__call__)(x)
+        assert mx.allclose(got, want, atol=1e-5)
+        assert engine.report().totals.launches == 0
+
+
 def test_decoding_a_large_batch_stays_local(tiny: Maker) -> None:
     made = tiny("mixtral")
     x = mx.arange(2, 66)[:, None]
