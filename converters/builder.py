@@ -78,9 +78,7 @@ def _layer_program(spec: ProgramSpec, experts: Callable[[int], ExpertMatrices], 
     from coremltools.converters.mil import Builder as mb
     from coremltools.converters.mil.mil import Function, Program, types
 
-    ports = {
-        f"x{i}": mb.TensorSpec(shape=spec.port_shape(i), dtype=types.fp16) for i in range(len(spec.groups))
-    }
+    ports = {f"x{i}": mb.TensorSpec(shape=spec.port_shape(i), dtype=types.fp16) for i in range(len(spec.groups))}
     program = Program()
     with Function(ports, opset_version=target) as function:
         function.set_outputs(
@@ -98,8 +96,7 @@ def _split_group(mb: Any, spec: ProgramSpec, index: int, x: Any, experts: Callab
         return _expert(mb, spec, group.experts[0], x, experts, name)
     parts = mb.split(x=x, num_splits=len(group.experts), axis=1, name=f"x{index}_split")
     results = [
-        _expert(mb, spec, e, part, experts, f"e{e}_down")
-        for e, part in zip(group.experts, parts, strict=True)
+        _expert(mb, spec, e, part, experts, f"e{e}_down") for e, part in zip(group.experts, parts, strict=True)
     ]  # each (1, D, 1, C)
     return mb.concat(values=results, axis=1, name=name)
 

@@ -194,9 +194,7 @@ class _Reader:
         types = {port.name: port.type for op in operations for port in op.outputs}
         types.update({port.name: port.type for port in inputs})
         described = (*spec.description.input, *spec.description.output)
-        flexible = tuple(
-            d.name for d in described if d.type.multiArrayType.WhichOneof("ShapeFlexibility") is not None
-        )
+        flexible = tuple(d.name for d in described if d.type.multiArrayType.WhichOneof("ShapeFlexibility") is not None)
         outputs = tuple(Port(name, types[name]) for name in block.outputs)
         return Graph(self.source, inputs, outputs, operations, flexible)
 
@@ -209,8 +207,7 @@ class _Reader:
             name=str(self.value(name).value) if name is not None else (outputs[0].name if outputs else op.type),
             inputs={
                 key: tuple(
-                    a.name if a.WhichOneof("binding") == "name" else self.value(a.value)
-                    for a in argument.arguments
+                    a.name if a.WhichOneof("binding") == "name" else self.value(a.value) for a in argument.arguments
                 )
                 for key, argument in sorted(op.inputs.items())
             },
@@ -253,9 +250,9 @@ def describe(graph: Graph) -> str:
     for op in graph.operations:
         if op.kind == "const":
             continue
-        arguments = {
-            key: [_shown(graph, a) for a in args] for key, args in op.inputs.items()
-        } | {key: [_shown(graph, c)] for key, c in op.constants.items()}
+        arguments = {key: [_shown(graph, a) for a in args] for key, args in op.inputs.items()} | {
+            key: [_shown(graph, c)] for key, c in op.constants.items()
+        }
         listed = ", ".join(
             f"{key}={values[0]}" if len(values) == 1 else f"{key}=({', '.join(values)})"
             for key, values in arguments.items()

@@ -172,7 +172,6 @@ class Recorder:
             if len(block) == BLOCK:
                 self.profile.counts.append(counts)
 
-
     def _sample(self, x: np.ndarray, indices: np.ndarray) -> None:
         """Keep SAMPLES rows spread over all calls so far, the largest first."""
         if not len(x):

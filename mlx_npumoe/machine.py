@@ -133,7 +133,7 @@ def _launch_seconds(
     matrices = ExpertMatrices(*(rng.standard_normal(s).astype(np.float32) / s[1] ** 0.5 for s in shapes))
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "measured.mlpackage"
-        package.write_package(builder.build_program(spec, lambda _: matrices), path)
+        package.write_package(builder.build_program(spec, lambda _: matrices), path, release=True)
         loaded = device.load(path, spec)
 
         def call() -> None:

@@ -25,7 +25,7 @@ def emit_program(spec: ProgramSpec, experts: Experts, package: Path) -> int:
     """Build, lint and write a program; its size in bytes. Raises ProgramError where a rule is broken."""
     program = builder.build_program(spec, experts)
     lint.check(program, spec)
-    packages.write_package(program, package)
+    packages.write_package(program, package, release=True)
     return packages.package_bytes(package)
 
 

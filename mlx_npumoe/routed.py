@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import mlx.core as mx
 import mlx.nn as nn
-
 from mlx.utils import tree_flatten
 
 from . import phase

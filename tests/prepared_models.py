@@ -48,8 +48,9 @@ def maker(root: Path) -> Maker:
     return make
 
 
-def prepare_all_hot(folder: Path, out: Path, weights: str = "fp16",
-                    change: Callable[[Plan], Plan] = lambda plan: plan) -> Prepared:
+def prepare_all_hot(
+    folder: Path, out: Path, weights: str = "fp16", change: Callable[[Plan], Plan] = lambda plan: plan
+) -> Prepared:
     """Prepare a tiny model with every expert that has load on the device, whatever the cost rule says of its size."""
     name = str(folder)
     profile = mlx_npumoe.calibrate(name, max_tokens=1536, sequence=CHUNK, progress=False)

@@ -71,7 +71,9 @@ def test_generate_prints_what_mlx_lm_prints_and_one_line(tiny: Maker, capsys: py
     assert code == stock.returncode == 0
 
     def shape(text: str) -> list[str]:
-        return [line for line in text.splitlines() if not line.startswith(("Prompt:", "Generation:", "Peak", "Experts:"))]
+        return [
+            line for line in text.splitlines() if not line.startswith(("Prompt:", "Generation:", "Peak", "Experts:"))
+        ]
 
     assert shape(out) == shape(stock.stdout)
     assert [line.split(":")[0] for line in out.splitlines()[-4:]] == ["Prompt", "Generation", "Peak memory", "Experts"]
@@ -91,8 +93,19 @@ def test_generate_takes_every_flag_of_mlx_lm(capsys: pytest.CaptureFixture[str])
 @pytest.mark.parametrize("cached", ["--draft-model", "--kv-bits", "--max-kv-size", "--prefill-step-size"])
 def test_generate_with_mlx_lms_options(cached: str, tiny: Maker, capsys: pytest.CaptureFixture[str]) -> None:
     made = tiny("mixtral")
-    value = str(made.folder) if cached == "--draft-model" else {"--kv-bits": "8", "--max-kv-size": "128"}.get(cached, "64")
-    argv = ["--model", str(made.folder), "--prepared", str(made.prepared.folder), "--prompt", PROMPT, "--max-tokens", "4"]
+    value = (
+        str(made.folder) if cached == "--draft-model" else {"--kv-bits": "8", "--max-kv-size": "128"}.get(cached, "64")
+    )
+    argv = [
+        "--model",
+        str(made.folder),
+        "--prepared",
+        str(made.prepared.folder),
+        "--prompt",
+        PROMPT,
+        "--max-tokens",
+        "4",
+    ]
     code, out, _ = ask(capsys, "generate", *argv, cached, value)
     assert code == 0 and "Generation: 4 tokens" in out and "0 fallbacks" in out
     assert ", 0 launches" not in out
@@ -101,10 +114,24 @@ def test_generate_with_mlx_lms_options(cached: str, tiny: Maker, capsys: pytest.
 def test_a_prompt_cache_file_works(tiny: Maker, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made = tiny("mixtral")
     subprocess.run(
-        [sys.executable, "-m", "mlx_lm", "cache_prompt", "--model", str(made.folder), "--prompt", PROMPT,
-         "--prompt-cache-file", "c.safetensors"], check=True, capture_output=True,
+        [
+            sys.executable,
+            "-m",
+            "mlx_lm",
+            "cache_prompt",
+            "--model",
+            str(made.folder),
+            "--prompt",
+            PROMPT,
+            "--prompt-cache-file",
+            "c.safetensors",
+        ],
+        check=True,
+        capture_output=True,
     )
-    code, out, _ = ask(capsys, "generate", "--prompt-cache-file", "c.safetensors", "--prompt", "go", "--max-tokens", "2")
+    code, out, _ = ask(
+        capsys, "generate", "--prompt-cache-file", "c.safetensors", "--prompt", "go", "--max-tokens", "2"
+    )
     assert code == 0 and "Generation: 2 tokens" in out
 
 
@@ -163,7 +190,9 @@ def test_failure_is_exit_1_and_one_sentence(
 def test_doctor_tries_each_thing(capsys: pytest.CaptureFixture[str], private_cache: Path) -> None:
     code, out, _ = ask(capsys, "doctor", "--json")
     findings = {f["what"]: f for f in json.loads(out)}
-    assert code == 0 and findings["interpreter"]["state"] == "ok" and "int8 program" in findings["interpreter"]["detail"]
+    assert (
+        code == 0 and findings["interpreter"]["state"] == "ok" and "int8 program" in findings["interpreter"]["detail"]
+    )
     assert not private_cache.exists()
 
 
@@ -186,8 +215,19 @@ def test_help_imports_nothing_heavy(command: str) -> None:
 
 def test_an_interrupted_command_ends_quietly(tiny: Maker, tmp_path: Path) -> None:
     process = subprocess.Popen(
-        [sys.executable, "-m", "mlx_npumoe", "calibrate", "--model", str(tiny("mixtral").folder), "--out", "p.safetensors"],
-        stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        [
+            sys.executable,
+            "-m",
+            "mlx_npumoe",
+            "calibrate",
+            "--model",
+            str(tiny("mixtral").folder),
+            "--out",
+            "p.safetensors",
+        ],
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
     )
     time.sleep(4)
     process.send_signal(2)

@@ -55,10 +55,14 @@ def test_chunks_that_spill_stay_exact(family: str, tiny: Maker, tmp_path: Path) 
     model = made.model
 
     def tighten(plan: Plan) -> Plan:
-        return replace(plan, sites=tuple(
-            replace(s, spec=replace(s.spec, groups=tuple(replace(g, capacity=32) for g in s.spec.groups)))
-            for s in plan.sites if s.spec is not None
-        ))
+        return replace(
+            plan,
+            sites=tuple(
+                replace(s, spec=replace(s.spec, groups=tuple(replace(g, capacity=32) for g in s.spec.groups)))
+                for s in plan.sites
+                if s.spec is not None
+            ),
+        )
 
     tight = prepare_all_hot(made.folder, tmp_path / "tight", change=tighten)
     router, x = tiny_models.ROUTERS[family], tokens(700)

@@ -30,9 +30,7 @@ def wide_constant(mb: Any, x: Any) -> Any:
 
 
 def slice_from(begin: list[int]) -> Callable[[Any, Any], Any]:
-    return lambda mb, x: mb.slice_by_index(
-        x=x, begin=begin, end=[1, 64, 1, 64], stride=[1, 1, 1, 1], name="cut"
-    )
+    return lambda mb, x: mb.slice_by_index(x=x, begin=begin, end=[1, 64, 1, 64], stride=[1, 1, 1, 1], name="cut")
 
 
 def many_branches(mb: Any, x: Any) -> Any:

@@ -72,9 +72,7 @@ def site_of(loads, layer=0, hidden=64, width=32, **fields) -> SiteLoads:
 
 
 def plan_of(sites, chunk, profile, **options) -> Plan:
-    return make_plan(
-        sites, model_fingerprint="f1", model_type="qwen3_moe", chunk=chunk, profile=profile, **options
-    )
+    return make_plan(sites, model_fingerprint="f1", model_type="qwen3_moe", chunk=chunk, profile=profile, **options)
 
 
 @st.composite
@@ -179,9 +177,7 @@ def test_clustering_is_optimal(seed, levels, spill_cost):
 @given(loads_and_chunk(), st.data())
 def test_expected_equals_counting(case, data):
     loads, _ = case
-    capacities = data.draw(
-        hnp.arrays(np.int64, loads.shape[1], elements=st.sampled_from([0, 32, 64, 96, 320]))
-    )
+    capacities = data.draw(hnp.arrays(np.int64, loads.shape[1], elements=st.sampled_from([0, 32, 64, 96, 320])))
     rows = pads = spilled = 0
     for sample in loads:
         for n, c in zip(sample, capacities, strict=True):
@@ -400,9 +396,7 @@ def test_a_tight_budget_keeps_the_experts_that_save_most():
 
 
 def test_one_expert_over_the_limit_stays_local():
-    plan = plan_of(
-        [site_of([[50, 50]])], 64, replace(INFINITELY_FAST, limits=DeviceLimits(program_bytes=100))
-    )
+    plan = plan_of([site_of([[50, 50]])], 64, replace(INFINITELY_FAST, limits=DeviceLimits(program_bytes=100)))
     assert "one expert" in plan.sites[0].reason
 
 
@@ -640,9 +634,7 @@ def test_any_value_anywhere_is_accepted_or_refused_in_our_words(plan, data):
         parent = node
         key = data.draw(st.sampled_from(list(node) if isinstance(node, dict) else range(len(node))))
         node = node[key]
-    parent[key] = data.draw(
-        st.sampled_from([None, True, -1, 0, 1.5, 1e308, "x", "", [], [None], {}, {"a": 1}])
-    )
+    parent[key] = data.draw(st.sampled_from([None, True, -1, 0, 1.5, 1e308, "x", "", [], [None], {}, {"a": 1}]))
     try:
         Plan.from_json(json.dumps(tree))
     except NpumoeError as error:

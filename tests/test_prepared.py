@@ -102,7 +102,9 @@ def test_prepare_goes_to_the_cache_of_the_fingerprint_and_replaces_what_stood_th
     profile, plan = RoutingProfile.load(made.prepared.folder / PROFILE), made.prepared.plan
     first = preparation.prepare(str(made.folder), profile=profile, plan=plan, progress=False)
     assert first.folder == private_cache / "prepared" / first.fingerprint[:24]
-    few = replace(plan, sites=(plan.sites[0], *(replace(s, spec=None, reason="test", min_chunk=0) for s in plan.sites[1:])))
+    few = replace(
+        plan, sites=(plan.sites[0], *(replace(s, spec=None, reason="test", min_chunk=0) for s in plan.sites[1:]))
+    )
     again = preparation.prepare(str(made.folder), profile=profile, plan=few, progress=False)
     assert again.folder == first.folder
     assert [s.program is not None for s in Prepared.open(again.folder).sites.values()] == [True, False, False]
@@ -117,9 +119,7 @@ def test_a_failing_prepare_leaves_nothing_and_keeps_what_was(
     kept = shutil.copytree(made.prepared.folder, out)
     monkeypatch.setattr(preparation, "measure_error", lambda *a: (_ for _ in ()).throw(OSError("disk full")))
     with pytest.raises(OSError, match="disk full"):
-        preparation.prepare(
-            str(made.folder), profile=kept / PROFILE, plan=kept / PLAN, out=out, progress=False
-        )
+        preparation.prepare(str(made.folder), profile=kept / PROFILE, plan=kept / PLAN, out=out, progress=False)
     assert [p.name for p in tmp_path.iterdir() if not p.name.startswith("cache")] == ["out"]
     assert Prepared.open(out).fingerprint == made.prepared.fingerprint
 
@@ -138,7 +138,10 @@ def test_a_program_that_computes_something_else_is_not_kept(
 
     monkeypatch.setattr(preparation, "measure_error", second_is_wrong)
     prepared = preparation.prepare(
-        str(made.folder), profile=made.prepared.folder / PROFILE, plan=made.prepared.plan, out=tmp_path / "out",
+        str(made.folder),
+        profile=made.prepared.folder / PROFILE,
+        plan=made.prepared.plan,
+        out=tmp_path / "out",
         progress=False,
     )
     assert "layer 1 stays local" in capsys.readouterr().err
@@ -148,7 +151,9 @@ def test_a_program_that_computes_something_else_is_not_kept(
         assert "differs from MLX" in (engine.report().layers[1].reason or "")
 
 
-def test_given_a_profile_the_model_is_never_loaded(tiny: Maker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_given_a_profile_the_model_is_never_loaded(
+    tiny: Maker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made = tiny("qwen3_moe", 4)
     monkeypatch.setattr(loading, "load_whole", lambda *a, **k: pytest.fail("the model was loaded"))
     peak: list[int] = []
@@ -239,9 +244,7 @@ def test_sequences_cut_and_limit() -> None:
     assert sequences(["abc", "de"], lambda s: [ord(c) for c in s], 2, 4) == [[97, 98], [99, 100]]
 
 
-@pytest.mark.parametrize(
-    ("largest", "shift"), [(0.0, 0), (100.0, 0), (8192.0, 0), (8193.0, 1), (40000.0, 3), (1e6, 7)]
-)
+@pytest.mark.parametrize(("largest", "shift"), [(0.0, 0), (100.0, 0), (8192.0, 0), (8193.0, 1), (40000.0, 3), (1e6, 7)])
 def test_up_is_scaled_to_stay_four_times_under_the_engines_limit(largest: float, shift: int) -> None:
     assert up_shift({"x": 9e9, "gate": 9e9, "up": 1.0, "product": largest, "down": 0.0}) == shift
 

@@ -57,10 +57,11 @@ def _attached(folder: str, model: Any, tokens: list[int], weights: str, calibrat
     return value
 
 
-def _compare(demo: Demo, form: str, length: int, calibration: int, weights: tuple[str, ...], out: Path) -> None:
+def _compare(demo: Demo, form: str, where: slice, calibration: int, weights: tuple[str, ...], out: Path) -> None:
     folder, model, text = demo(form)
-    tokens = text[:length]
-    assert len(tokens) == length
+    tokens = text[where]
+    length = len(tokens) - 1
+    assert length == where.stop - where.start - 1
     stock = perplexity(model, tokens)
     for fmt in weights:
         value = _attached(folder, model, tokens, fmt, calibration, out / fmt)
@@ -69,21 +70,24 @@ def _compare(demo: Demo, form: str, length: int, calibration: int, weights: tupl
 
 
 def test_perplexity_of_a_short_text(demo: Demo, tmp_path: Path) -> None:
-    _compare(demo, "2of4", 128, 256, ("fp16", "int8"), tmp_path)
+    """128 tokens are few: over such windows of the text the int8 difference has a standard deviation of 0.65 %."""
+    _compare(demo, "2of4", slice(128, 257), 256, ("fp16", "int8"), tmp_path)
 
 
 @pytest.mark.soak
 def test_perplexity(demo: Demo, tmp_path: Path) -> None:
-    _compare(demo, "2of4", 1536, 1024, ("fp16", "int8"), tmp_path)
+    _compare(demo, "2of4", slice(0, 1537), 1024, ("fp16", "int8"), tmp_path)
 
 
 @pytest.mark.soak
 def test_the_8_of_8_oracle_is_the_dense_model(demo: Demo, tmp_path: Path) -> None:
     _, dense, text = demo("dense")
     folder, oracle, _ = demo("8of8")
-    tokens = text[:1536]
+    tokens = text[:1537]
     want, stock = perplexity(dense, tokens), perplexity(oracle, tokens)
     value = _attached(folder, oracle, tokens, "fp16", 512, tmp_path / "fp16")
-    print(f"dense {want:.5f}, 8of8 stock {stock:.5f} ({stock / want - 1:+.5%}), attached {value:.5f} ({value / want - 1:+.5%})")
+    print(
+        f"dense {want:.5f}, 8of8 stock {stock:.5f} ({stock / want - 1:+.5%}), attached {value:.5f} ({value / want - 1:+.5%})"
+    )
     assert abs(stock / want - 1) < 5e-4
     assert abs(value / want - 1) < 5e-4

@@ -43,7 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         weights=args.weights,
         layout=args.layout,
         body=args.body,
-        hot=args.hot, device=device_profile(args.device_profile),
+        hot=args.hot,
+        device=device_profile(args.device_profile),
     )
     made_plan.save(Path(args.out))
     if args.json:

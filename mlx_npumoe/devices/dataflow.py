@@ -223,9 +223,7 @@ class _Branch:
                 found.update(names if op.kind not in VIEWS else [*names, *op.operands()])
         return found - set(self.flow.direct)
 
-    def _find_stacks(
-        self, operations: Sequence[Operation], computes: dict[str, Compute]
-    ) -> dict[str, list[Operation]]:
+    def _find_stacks(self, operations: Sequence[Operation], computes: dict[str, Compute]) -> dict[str, list[Operation]]:
         """Convolutions that read the same value and whose results stay in the branch: one product does for all."""
         readers: dict[tuple[str, ...], list[Operation]] = {}
         for op in operations:

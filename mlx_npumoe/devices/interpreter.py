@@ -57,9 +57,7 @@ class InterpreterDevice:
 
     name = "interpreter"
 
-    def __init__(
-        self, threads: int | None = None, emulation: Emulation | None = None, depth: int = 2
-    ) -> None:
+    def __init__(self, threads: int | None = None, emulation: Emulation | None = None, depth: int = 2) -> None:
         self.threads = threads or min(DEFAULT_THREADS, os.cpu_count() or 1)
         self.emulation = emulation or Emulation()
         self._rings = SurfaceRings(depth)
@@ -77,9 +75,7 @@ class InterpreterDevice:
             raise DeviceError(f"program {path} has {nbytes} bytes, the device takes {limit}: put fewer experts into it")
         try:
             graph = load_graph(path)
-            flow = Dataflow(
-                graph, saturate=self.emulation.saturate, last_axis_fault=self.emulation.last_axis_fault
-            )
+            flow = Dataflow(graph, saturate=self.emulation.saturate, last_axis_fault=self.emulation.last_axis_fault)
         except ProgramError as error:
             raise DeviceError(str(error)) from error
         shapes = [spec.port_shape(i) for i in range(len(spec.groups))]

@@ -109,9 +109,7 @@ def _slice_by_index(op: Operation, graph: Graph, fault: bool) -> View:
     masks = [listed(name, False) for name in ("begin_mask", "end_mask", "squeeze_mask")]
     window = tuple(
         b if squeeze else slice(None if open_ else b, None if close else e, int(step))
-        for b, e, step, open_, close, squeeze in zip(
-            begin, end, listed("stride", 1), *masks, strict=True
-        )
+        for b, e, step, open_, close, squeeze in zip(begin, end, listed("stride", 1), *masks, strict=True)
     )
 
     def run(x: np.ndarray) -> list[np.ndarray]:

@@ -84,9 +84,7 @@ class Team(Generic[S]):
         for i, state in enumerate(self.states[1:], 1):
             inbox: queue.SimpleQueue[_Round[S] | None] = queue.SimpleQueue()
             self._inboxes.append(inbox)
-            threading.Thread(
-                target=_help, args=(inbox, state), name=f"{name}-helper-{i}", daemon=True
-            ).start()
+            threading.Thread(target=_help, args=(inbox, state), name=f"{name}-helper-{i}", daemon=True).start()
 
     def run(self, tasks: Sequence[Callable[[S], None]]) -> None:
         """Run all tasks, longest first if so ordered, and return when all are done. Raises the first error met."""

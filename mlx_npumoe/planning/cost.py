@@ -16,9 +16,7 @@ from .device_profile import DeviceProfile
 from .tiers import check_loads
 
 ACTIVATIONS = ("silu",)
-PACKAGE_ALLOWANCE = (
-    8192  # bytes an expert of descriptions and alignment; about 5000 seen in packages we wrote
-)
+PACKAGE_ALLOWANCE = 8192  # bytes an expert of descriptions and alignment; about 5000 seen in packages we wrote
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,13 +36,10 @@ class SiteLoads:
 
     def __post_init__(self) -> None:
         if min(self.experts, self.hidden, self.width, self.top_k) < 1:
-            raise PreparedError(
-                f"{self.path}: experts, sizes and top-k have to be positive; inspect the model"
-            )
+            raise PreparedError(f"{self.path}: experts, sizes and top-k have to be positive; inspect the model")
         if np.shape(self.loads)[1:] != (self.experts,):
             raise PreparedError(
-                f"{self.path}: loads have shape {np.shape(self.loads)}, not (samples, {self.experts}); "
-                "calibrate again"
+                f"{self.path}: loads have shape {np.shape(self.loads)}, not (samples, {self.experts}); calibrate again"
             )
         check_loads(self.loads)
 

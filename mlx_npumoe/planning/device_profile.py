@@ -129,9 +129,7 @@ class DeviceProfile:
         changes: dict[str, Any] = {}
         for key, value in (figures or {}).items():
             if key not in _FIGURES:
-                raise PreparedError(
-                    f"{key!r} is no figure of a device profile; use one of {', '.join(_FIGURES)}"
-                )
+                raise PreparedError(f"{key!r} is no figure of a device profile; use one of {', '.join(_FIGURES)}")
             changes[key] = None if value is None else Figure(float(value), "measured", source)
         for key, table in (("device_rate", device_rate), ("local_rate", local_rate)):
             if table is not None:

@@ -17,9 +17,7 @@ def group_size(hidden: int, limits: DeviceLimits) -> int:
     return min(limits.branches, limits.surface_rows // hidden)
 
 
-def pack_groups(
-    capacities: np.ndarray, demand: np.ndarray, hidden: int, limits: DeviceLimits
-) -> tuple[Group, ...]:
+def pack_groups(capacities: np.ndarray, demand: np.ndarray, hidden: int, limits: DeviceLimits) -> tuple[Group, ...]:
     """Pack every expert with a capacity into groups.
 
     A group holds one capacity only (papers 1.2, grouped execution) and neighbours in demand. Larger
@@ -38,8 +36,7 @@ def pack_groups(
     size = group_size(hidden, limits)
     if size < 1:
         raise PreparedError(
-            f"hidden size {hidden} is over the device's {limits.surface_rows} surface rows; "
-            "keep this site local"
+            f"hidden size {hidden} is over the device's {limits.surface_rows} surface rows; keep this site local"
         )
     groups = []
     for capacity in sorted({int(c) for c in capacities if c > 0}, reverse=True):

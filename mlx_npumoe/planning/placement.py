@@ -85,9 +85,7 @@ def place(
     if isinstance(hot, bool) or (hot not in ("auto", "all") and (not isinstance(hot, int) or hot < 0)):
         raise UsageError(f"hot {hot!r} is neither 'auto', 'all' nor a number of experts; use one of them")
     if min_chunk is not None and not 1 <= min_chunk <= chunk:
-        raise UsageError(
-            f"a least chunk of {min_chunk} is outside 1 to the chunk of {chunk}; choose one inside"
-        )
+        raise UsageError(f"a least chunk of {min_chunk} is outside 1 to the chunk of {chunk}; choose one inside")
     candidates = [_candidate(site, profile, chunk, policy, weights) for site in sites]
     if hot == "auto":
         for c in candidates:
@@ -117,9 +115,7 @@ def _candidate(
     elif site.activation not in ACTIVATIONS:
         candidate.reason = f"activation {site.activation} has no program yet"
     elif group_size(site.hidden, limits) < 1:
-        candidate.reason = (
-            f"hidden size {site.hidden} is over the device's {limits.surface_rows} surface rows"
-        )
+        candidate.reason = f"hidden size {site.hidden} is over the device's {limits.surface_rows} surface rows"
     elif candidate.unit_bytes > min(limits.program_bytes, limits.total_bytes):
         candidate.reason = f"one expert of {_mib(candidate.unit_bytes)} is over the device's limit"
     elif not len(candidate.order):
@@ -200,9 +196,7 @@ def _force(candidates: Sequence[_Candidate], limits: DeviceLimits, hot: Literal[
         )
 
 
-def _placement(
-    candidate: _Candidate, limits: DeviceLimits, chunk: int, forced_chunk: int | None
-) -> Placement:
+def _placement(candidate: _Candidate, limits: DeviceLimits, chunk: int, forced_chunk: int | None) -> Placement:
     site, cost = candidate.site, candidate.cost
     capacities = candidate.capacities(candidate.hot)
     groups: tuple[Group, ...] = ()

@@ -192,9 +192,7 @@ def make_plan(
     weight_format = cast(WeightFormat, weights)
     policy = tiers if isinstance(tiers, TierPolicy) else TierPolicy(name=tiers)
     policy = replace(policy, grain=profile.limits.grain)
-    placements = place(
-        sites, profile, chunk=chunk, policy=policy, weights=weight_format, hot=hot, min_chunk=min_chunk
-    )
+    placements = place(sites, profile, chunk=chunk, policy=policy, weights=weight_format, hot=hot, min_chunk=min_chunk)
     plan = Plan(
         model_fingerprint=model_fingerprint,
         model_type=model_type,
@@ -207,9 +205,7 @@ def make_plan(
         device_name=profile.name,
         device_kind=profile.kind,
         limits=profile.limits,
-        sites=tuple(
-            _site_plan(s, p, weight_format, layout, body) for s, p in zip(sites, placements, strict=True)
-        ),
+        sites=tuple(_site_plan(s, p, weight_format, layout, body) for s, p in zip(sites, placements, strict=True)),
     )
     return Plan.from_json(plan.to_json(), where="new plan")
 

@@ -90,9 +90,7 @@ class TierChooser:
 
     """
 
-    needs: (
-        np.ndarray
-    )  # (E,) rows that cover the quantile, multiples of the grain; 0 for experts never routed to
+    needs: np.ndarray  # (E,) rows that cover the quantile, multiples of the grain; 0 for experts never routed to
 
     def __init__(self, loads: np.ndarray, chunk: int, policy: TierPolicy) -> None:
         loads = check_loads(loads)
