@@ -86,8 +86,7 @@ def test_the_8_of_8_oracle_is_the_dense_model(demo: Demo, tmp_path: Path) -> Non
     tokens = text[:1537]
     want, stock = perplexity(dense, tokens), perplexity(oracle, tokens)
     value = _attached(folder, oracle, tokens, "fp16", 512, tmp_path / "fp16")
-    print(
-        f"dense {want:.5f}, 8of8 stock {stock:.5f} ({stock / want - 1:+.5%}), attached {value:.5f} ({value / want - 1:+.5%})"
-    )
+    print(f"dense {want:.5f}, 8of8 stock {stock:.5f} ({stock / want - 1:+.5%})")
+    print(f"8of8 attached {value:.5f} ({value / want - 1:+.5%})")
     assert abs(stock / want - 1) < 5e-4
     assert abs(value / want - 1) < 5e-4
