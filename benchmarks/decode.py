@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -23,7 +24,7 @@ from mlx_npumoe.calibration import RoutingProfile
 from mlx_npumoe.preparation import plan_for, prepare, record, site_fingerprint, site_weights
 from mlx_npumoe.prepared import Prepared
 
-CONFIG = {
+CONFIG: dict[str, Any] = {
     "model_type": "qwen3_moe",
     "hidden_size": 256,
     "intermediate_size": 512,
