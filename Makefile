@@ -6,7 +6,7 @@ INSTALLED := $(VENV)/.installed
 DEMO := $(VENV)/.demo
 TYPED := build/typed
 
-.PHONY: help demo test lint bench soak-quality soak-interpreter clean
+.PHONY: help demo test lint bench soak-quality clean
 
 help:
 	@echo "make demo   prepare the demo model and answer a question with its experts on a second device"
@@ -41,7 +41,7 @@ lint: $(INSTALLED)
 	MYPYPATH=$(TYPED) $(BIN)/mypy --config-file pyproject.toml --cache-dir build/mypy -p mlx_npumoe
 
 bench: $(DEMO)
-	$(BIN)/python -m mlx_npumoe.benchmarks.interpreter
+	$(BIN)/python -m mlx_npumoe.benchmarks.interpreter --mlx-busy
 	$(BIN)/python -m mlx_npumoe.benchmarks.decode
 
 soak-quality: $(DEMO)

@@ -15,13 +15,11 @@ from typing import Any
 import numpy as np
 
 from mlx_npumoe.errors import ProgramError
-from mlx_npumoe.program import BODIES, LAYOUTS, ExpertMatrices, Group, ProgramSpec
+from mlx_npumoe.program import ACTIVATIONS, BODIES, BRANCHES, LAYOUTS, ExpertMatrices, Group, ProgramSpec
 
 from . import formats
 from .toolkit import coremltools, no_progress_bars
 
-MAX_BRANCHES = 8  # more branches that meet in one concat make the Neural Engine's compiler explode
-ACTIVATIONS = ("silu",)
 _UNSTABLE_METADATA = ("com.github.apple.coremltools.conversion_date",)
 
 
@@ -66,10 +64,10 @@ def _check_spec(spec: ProgramSpec) -> None:
     for i, group in enumerate(spec.groups):
         if not group.experts or group.capacity < 1:
             raise ProgramError(f"group {i} of a program has no experts or no capacity")
-        if len(group.experts) > MAX_BRANCHES:
+        if len(group.experts) > BRANCHES:
             raise ProgramError(
-                f"group {i} has {len(group.experts)} experts, but at most {MAX_BRANCHES} branches may meet in one "
-                f"concat: divide it into groups of {MAX_BRANCHES} or fewer"
+                f"group {i} has {len(group.experts)} experts, but at most {BRANCHES} branches may meet in one "
+                f"concat: divide it into groups of {BRANCHES} or fewer"
             )
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from mlx_npumoe.errors import ProgramError
-from mlx_npumoe.program import ProgramSpec
+from mlx_npumoe.program import BRANCHES, PROGRAM_BYTES, SURFACE_ROWS, ProgramSpec
 
 from .mil import Graph, Operation, Port, load_graph
 
@@ -35,10 +35,10 @@ class Limits:
     rank: int = 5
     spatial: int = 16384  # each of the last two axes (M1 to M3)
     channels: int = 65536
-    surface_rows: int = 16384  # height of the image an input or output lies in
+    surface_rows: int = SURFACE_ROWS  # height of the image an input or output lies in
     column_multiple: int = 32  # 64 bytes of float16
-    branches: int = 8  # that meet in one concat
-    weight_bytes: int = 900 * 2**20
+    branches: int = BRANCHES  # that meet in one concat
+    weight_bytes: int = PROGRAM_BYTES
     operations: frozenset[str] = KNOWN_OPERATIONS
 
 

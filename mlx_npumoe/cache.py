@@ -1,4 +1,4 @@
-"""The cache folder, and how a folder appears in it whole or not at all. Knows nothing about what is kept there."""
+"""The cache folder, and how a file or a folder appears whole or not at all. Knows nothing about what is kept there."""
 
 from __future__ import annotations
 
@@ -43,6 +43,23 @@ def publish(tmp: Path, final: Path) -> Path:
         shutil.rmtree(tmp)
     _fsync(final.parent)
     return final
+
+
+@contextmanager
+def whole_file(final: Path | str) -> Iterator[Path]:
+    """Give a temporary name beside `final` to write to; synced and renamed when the block ends, removed if it fails.
+
+    Raises:
+        OSError: the file cannot be synced or renamed.
+    """
+    final = Path(final)
+    tmp = final.parent / f".{final.stem}.{uuid.uuid4().hex[:12]}{final.suffix}"
+    try:
+        yield tmp
+        _fsync(tmp)
+        os.replace(tmp, final)
+    finally:
+        tmp.unlink(missing_ok=True)
 
 
 @contextmanager

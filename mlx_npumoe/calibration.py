@@ -7,7 +7,6 @@ profile itself is a safetensors file with one JSON header and knows no model.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -17,6 +16,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from .cache import whole_file
 from .errors import PreparedError
 from .sites import ExpertSite
 from .weights import ExpertWeights
@@ -31,7 +31,7 @@ SAMPLES = 64  # rows kept a site, for comparing programs with MLX on real inputs
 class SiteProfile:
     """What was seen at one site. `counts` has a row per full block; `totals` covers every token, tails too.
 
-    `rows` are inputs spread over the text, the one with the largest magnitude among them, and `chosen` their experts.
+    `rows` are inputs spread over the text, the one with the largest magnitude first, and `chosen` their experts.
     """
 
     path: str
@@ -96,15 +96,8 @@ class RoutingProfile:
                 "tokens": s.tokens,
                 "maxima": s.maxima,
             }
-        # MLX appends .safetensors to any other ending
-        partial = path.with_name(f".{path.stem}.{os.getpid()}.safetensors")
-        try:
+        with whole_file(path) as partial:  # keeps the ending, which MLX insists on
             mx.save_safetensors(str(partial), arrays, {"profile": json.dumps(header, sort_keys=True)})
-            with open(partial, "rb") as f:
-                os.fsync(f.fileno())
-            os.replace(partial, path)
-        finally:
-            partial.unlink(missing_ok=True)
 
     @classmethod
     def load(cls, path: Path) -> RoutingProfile:
@@ -145,6 +138,8 @@ class Recorder:
     def __init__(self, site: ExpertSite, module: nn.Module) -> None:
         self.profile = SiteProfile(site.path, site.experts, totals=np.zeros(site.experts, np.int64))
         self._weights = ExpertWeights(site, module)
+        self._random = np.random.default_rng(site.layer)
+        self._lots = np.zeros(0)  # of the rows kept; the lowest stay
         self._run = _experts_mlx if mx.metal.is_available() else _experts_numpy
 
     def __call__(self, x: mx.array, indices: mx.array, valid: mx.array | None) -> mx.array:
@@ -173,18 +168,21 @@ class Recorder:
                 self.profile.counts.append(counts)
 
     def _sample(self, x: np.ndarray, indices: np.ndarray) -> None:
-        """Keep SAMPLES rows spread over all calls so far, the largest first."""
+        """Keep SAMPLES rows of all calls so far, each as likely as any other, and the largest as the first."""
         if not len(x):
             return
-        spread = np.unique(np.linspace(0, len(x) - 1, SAMPLES).astype(int))
-        at = np.concatenate([[np.abs(x).max(axis=1).argmax()], spread])
-        rows, chosen = x[at], indices[at]
-        if len(self.profile.rows):
-            rows, chosen = np.concatenate([self.profile.rows, rows]), np.concatenate([self.profile.chosen, chosen])
-        largest = int(np.abs(rows).max(axis=1).argmax())
-        keep = np.unique(np.linspace(0, len(rows) - 1, SAMPLES - 1).astype(int))
-        order = np.concatenate([[largest], keep[keep != largest]])
-        self.profile.rows, self.profile.chosen = rows[order], chosen[order]
+        largest = int(np.abs(x).max(axis=1).argmax())
+        profile, lots = self.profile, self._random.random(len(x))
+        if len(profile.rows):
+            x, indices = np.concatenate([profile.rows, x]), np.concatenate([profile.chosen, indices])
+            lots = np.concatenate([self._lots, lots])
+            largest += len(profile.rows)
+            lots[0] = self._random.random()  # the largest so far is a row like any other, should it be surpassed
+            if np.abs(x[0]).max() >= np.abs(x[largest]).max():
+                largest = 0
+        lots[largest] = -1.0
+        keep = np.argsort(lots)[:SAMPLES]
+        profile.rows, profile.chosen, self._lots = x[keep], indices[keep], lots[keep]
 
 
 def _experts_mlx(

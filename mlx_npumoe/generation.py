@@ -14,17 +14,17 @@ import mlx.nn as nn
 import mlx_lm
 
 from . import loading
-from .devices import open_device
+from .devices import resolve
 from .errors import PreparedError
 from .phase import phase
 from .prepared import Prepared
 from .progress import note
-from .runtime import attach, engine
+from .runtime import OVERFLOWS, attach, choose, engine
 from .sites import find_sites
 
 
 def load(
-    path_or_hf_repo: str,
+    path_or_repo: str,
     *,
     prepared: Prepared | str | Path | None = "auto",
     device: str = "auto",
@@ -36,7 +36,7 @@ def load(
     """Load a model and tokenizer as `mlx_lm.load` does, with its hot experts on a second device.
 
     Args:
-        path_or_hf_repo: folder, hub repository or `demo:NAME`.
+        path_or_repo: folder, hub repository or `demo:NAME`.
         prepared: `auto` looks for the cached folder of this model's fingerprint and otherwise runs plain MLX with one
             hint; a folder or Prepared is used or refused; None never attaches.
         device: `auto`, `interpreter` or `off`.
@@ -47,11 +47,13 @@ def load(
     Raises:
         ModelError, PreparedError, UsageError.
     """
-    folder = loading.locate(path_or_hf_repo, as_mlx_lm_load.pop("revision", None))
+    resolve(device)
+    choose("overflow", overflow, OVERFLOWS)
+    folder = loading.locate(path_or_repo, as_mlx_lm_load.pop("revision", None))
     model, tokenizer, config = loading.load_whole(folder, **as_mlx_lm_load)
-    model._npumoe_name = str(path_or_hf_repo)
+    model._npumoe_name = str(path_or_repo)
     if prepared == "auto":
-        found = _find(model, path_or_hf_repo, device)
+        found = _find(model, path_or_repo, device)
     else:
         found = prepared if isinstance(prepared, Prepared) or prepared is None else Prepared.open(prepared)
     if found is not None:
@@ -61,10 +63,8 @@ def load(
 
 def _find(model: nn.Module, name: str, device: str) -> Prepared | None:
     """The cached folder of a model; one hint where there is none, or where it is damaged."""
-    opened = open_device(device)
-    if opened is None:
+    if resolve(device) is None:
         return None
-    opened.close()
     sites = find_sites(model)
     if not sites:
         note(f"Note: {name} has no experts that can move to a second device; running plain MLX.")
@@ -81,12 +81,17 @@ def _find(model: nn.Module, name: str, device: str) -> Prepared | None:
 
 def generate(model: nn.Module, tokenizer: Any, prompt: str | list[int], verbose: bool = False, **kwargs: Any) -> str:
     """As `mlx_lm.generate`; with `verbose` one more line says what the second device did."""
-    with phase(generating=True):
-        text = mlx_lm.generate(model, tokenizer, prompt, verbose, **kwargs)
+    text = plain_generate(model, tokenizer, prompt, verbose, **kwargs)
     made = engine(model)
     if verbose and made is not None:
         print(made.report().line())
     return text
+
+
+def plain_generate(model: nn.Module, tokenizer: Any, prompt: Any, verbose: bool = False, **kwargs: Any) -> str:
+    """As `mlx_lm.generate`, to the letter of what it prints."""
+    with phase(generating=True):
+        return mlx_lm.generate(model, tokenizer, prompt, verbose, **kwargs)
 
 
 def stream_generate(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +43,7 @@ def load_lazily(folder: Path) -> tuple[nn.Module, dict[str, Any]]:
     """The module tree with its shapes; no tensor is read until it is used."""
     from mlx_lm.utils import load_model
 
-    with _as_model_error(folder):
+    with _readable(folder):
         return load_model(folder, lazy=True)
 
 
@@ -55,7 +57,7 @@ def load_whole(folder: Path, **options: Any) -> tuple[nn.Module, Any, dict[str, 
 
     lazy = options.pop("lazy", False)
     options.pop("return_config", None)
-    with _as_model_error(folder):
+    with _readable(folder):
         model, tokenizer, config = load(str(folder), lazy=True, return_config=True, **options)
     half = {a.dtype for _, a in tree_flatten(model.parameters())} & {mx.float16, mx.bfloat16}
     if half and not mx.metal.is_available():
@@ -67,18 +69,13 @@ def load_whole(folder: Path, **options: Any) -> tuple[nn.Module, Any, dict[str, 
     return model, tokenizer, config
 
 
-class _as_model_error:
+@contextmanager
+def _readable(folder: Path) -> Iterator[None]:
     """Turns what mlx-lm raises for an unreadable model into one sentence."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, (OSError, ValueError, KeyError, TypeError, RuntimeError)):
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            raise ModelError(
-                f"The model in {self._folder} cannot be loaded by mlx-lm ({reason}); check that the folder is complete."
-            ) from error
+    try:
+        yield
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ModelError(
+            f"The model in {folder} cannot be loaded by mlx-lm ({reason}); check that the folder is complete."
+        ) from error

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from .devices.interpreter import InterpreterDevice
 
-MEASURED = "device.json"
+MEASURED = "device-interpreter.json"
 
 
 def measured_path() -> Path:
@@ -29,16 +29,16 @@ def measured_path() -> Path:
 
 
 def device_profile(name_or_path: str | Path | None = None) -> DeviceProfile:
-    """The profile asked for; else the one measured here; else the shipped one of this kind of machine.
+    """The profile asked for; else the shipped one of Apple chips on macOS; else the one measured here, or shipped.
 
     Raises:
         PreparedError: no such profile, or it is damaged.
     """
     if name_or_path is not None:
         return load_profile(name_or_path)
-    if measured_path().is_file():
-        return load_profile(measured_path())
-    return load_profile("apple" if sys.platform == "darwin" else "interpreter")
+    if sys.platform == "darwin":
+        return load_profile("apple")  # what is measured below is the interpreter, not the Neural Engine
+    return load_profile(measured_path() if measured_path().is_file() else "interpreter")
 
 
 def best_of(action: Callable[[], object], repeats: int = 3) -> float:
@@ -61,21 +61,23 @@ def chip() -> str:
 
 
 def measure(threads: int = 2) -> DeviceProfile:
-    """Measure this machine: the interpreter's launch, join and rate, and MLX's own expert kernels beside it.
+    """Measure this machine: the interpreter's launch (the join with it) and rate, packing, MLX's own expert kernels.
 
-    Sizes are those of a Qwen3-30B-A3B expert (D=2048, F=768), float32 experts on MLX's side. Takes about a minute
-    where MLX runs on a CPU.
+    Sizes are those of a Qwen3-30B-A3B expert (D=2048, F=768), float32 experts on MLX's side. What is not measured
+    keeps its figure and kind from the shipped profile. Takes about a minute where MLX runs on a CPU.
     """
     import mlx.core as mx
     import numpy as np
     from mlx_lm.models.switch_layers import SwitchGLU
 
     from .devices.interpreter import InterpreterDevice
+    from .program import Group, ProgramSpec
+    from .routing import SlotTable, assign, combine, pack
 
     D, F = 2048, 768
     rng = np.random.default_rng(0)
     source = f"doctor --measure on {chip()}, {time.strftime('%Y-%m-%d')}, D={D} F={F}, {threads} threads"
-    base = load_profile("apple" if sys.platform == "darwin" else "interpreter")
+    base = load_profile("interpreter")
     device = InterpreterDevice(threads=threads)
     try:
         tiny = _launch_seconds(device, 32, 64, 1, rng)
@@ -94,17 +96,20 @@ def measure(threads: int = 2) -> DeviceProfile:
         mx.eval(x, chosen, experts(x, chosen))
         local[rows] = rows * 6 * D * F / best_of(partial(_evaluate, experts, x, chosen), 2) / 1e9
 
-    block = mx.random.normal((8 * 128, D)).astype(mx.float16)
-    mx.eval(block)
-    turned = best_of(lambda: mx.eval(mx.contiguous(block.reshape(8, 128, D).transpose(0, 2, 1))))
-    bandwidth = block.nbytes / turned / 1e9
+    spec = ProgramSpec(D, F, (Group(tuple(range(8)), 128),))
+    table = SlotTable.of(spec, 8)
+    block = mx.random.normal((8 * 128, D))
+    assignment = assign(mx.repeat(mx.arange(8), 128)[:, None], table)
+    packed = pack(block, assignment, table)
+    mx.eval(block, packed, assignment.source)
+    moved = 2 * 8 * 128 * D / 1e9  # GB of float16 rows
+    packing = best_of(lambda: mx.eval(pack(block, assignment, table)))
+    unpacking = best_of(lambda: mx.eval(combine(packed, None, assignment, table, (8 * 128, 1, D), mx.float32)))
     figures = {
         "launch_s": tiny,
-        "join_s": 0.0,
-        "pack_gbps": bandwidth,
-        "unpack_gbps": bandwidth,
-        "weight_gbps": None,
-        "local_overhead_s": 0.0,
+        "pack_gbps": moved / packing,
+        "unpack_gbps": moved / unpacking,
+        "weight_gbps": None,  # part of the rates
     }
     return base.replace_measured(
         source, name="interpreter", chip=chip(), figures=figures, device_rate=rates, local_rate=local

@@ -8,6 +8,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import mlx.nn as nn
 from . import loading
 from .cache import staged
 from .calibration import Recorder, RoutingProfile, SiteProfile, sequences, up_shift
+from .converters import lint
 from .data import calibration_documents
 from .errors import PreparedError, ProgramError, UsageError
 from .fingerprint import full_hash, model_fingerprint, sampled_hash, stored_dtypes
@@ -27,16 +29,23 @@ from .planning.device_profile import DeviceProfile
 from .planning.placement import Hot
 from .planning.plan import Plan, SitePlan, make_plan
 from .planning.tiers import TIER_POLICIES
-from .prepared import MANIFEST, PLAN, PROFILE, PROGRAMS, Prepared, PreparedSite, prepared_root, write_manifest
-from .program import BODIES, LAYOUTS, WEIGHT_FORMATS
+from .prepared import (
+    MANIFEST,
+    PLAN,
+    PROFILE,
+    PROGRAMS,
+    Prepared,
+    PreparedSite,
+    prepared_root,
+    program_name,
+    write_manifest,
+)
+from .program import BODIES, DEFAULT_CHUNK, DEFAULT_TOKENS, LAYOUTS, WEIGHT_FORMATS
 from .programs import emit_program, measure_error, random_rows, require_accuracy
 from .progress import Progress, note
 from .routed import RoutedExperts
-from .sites import ExpertSite, require_sites, swap
+from .sites import ExpertSite, find_sites, require_sites, swap
 from .weights import Checkpoint, ExpertWeights
-
-DEFAULT_CHUNK = 2048  # mlx-lm's prefill step
-DEFAULT_TOKENS = 8192
 
 
 def site_weights(path_or_repo: str) -> tuple[str, list[ExpertWeights]]:
@@ -44,13 +53,24 @@ def site_weights(path_or_repo: str) -> tuple[str, list[ExpertWeights]]:
     folder = loading.locate(path_or_repo)
     model, _ = loading.load_lazily(folder)
     checkpoint = Checkpoint(folder)
-    sites = require_sites(model, path_or_repo)
-    return model.model_type, [ExpertWeights(site, module, checkpoint) for site, module in sites.items()]
+
+    def reopened(path: str) -> nn.Module:
+        again, _ = loading.load_lazily(folder)
+        return next(module for site, module in find_sites(again).items() if site.path == path)
+
+    return model.model_type, [
+        ExpertWeights(site, module, checkpoint, partial(reopened, site.path))
+        for site, module in require_sites(model, path_or_repo).items()
+    ]
 
 
 def site_fingerprint(tensors: Sequence[ExpertWeights], model_type: str) -> str:
     """The model's fingerprint, from stored values."""
-    return model_fingerprint(model_type, {w.site: sampled_hash(w) for w in tensors})
+    hashes = {}
+    for weights in tensors:
+        hashes[weights.site] = sampled_hash(weights)
+        weights.release()
+    return model_fingerprint(model_type, hashes)
 
 
 def calibrate(
@@ -190,7 +210,7 @@ def prepare(
         weights: `int8` (per channel) or `fp16` programs.
         layout: `layer`, one program a site. body: `split`, dense convolutions between a split and a concat.
         profile: a routing profile made before; the model is then never loaded whole.
-        plan: a plan made before, for this model.
+        plan: a plan made before, for this model; chunk, tiers, weights, layout and body are then the plan's.
         max_tokens: tokens to calibrate on.
         device_profile: figures of the device to plan for; this machine's where None.
 
@@ -209,8 +229,18 @@ def prepare(
         raise UsageError(f"chunk and max_tokens must be positive, not {chunk} and {max_tokens}.")
     if profile is not None and not isinstance(profile, RoutingProfile):
         profile = RoutingProfile.load(Path(profile))
-    if plan is not None and not isinstance(plan, Plan):
-        plan = Plan.load(Path(plan))
+    if plan is not None:
+        plan = plan if isinstance(plan, Plan) else Plan.load(Path(plan))
+        asked: dict[str, tuple[object, object]] = {
+            "chunk": (chunk, DEFAULT_CHUNK),
+            "tiers": (tiers, "quantile"),
+            "weights": (weights, "int8"),
+            "layout": (layout, "layer"),
+            "body": (body, "split"),
+        }
+        for name, (given, default) in asked.items():
+            if given != default and given != getattr(plan, name):
+                raise UsageError(f"{name}={given!r} contradicts the plan's {getattr(plan, name)!r}; leave it out.")
     if not isinstance(device_profile, DeviceProfile):
         device_profile = find_device_profile(device_profile)
     final = _free_to_write(Path(out)) if out is not None else None
@@ -267,6 +297,43 @@ def emit_programs(path_or_repo: str, plan: Plan, out: Path, *, progress: bool = 
                 error = measure_error(folder / name, site.spec, weights.matrices, *random_rows(site.spec.hidden))
                 require_accuracy(error, site.spec, weights.site.path)
                 rows.append({"program": name, "bytes": nbytes, **error})
+            weights.release()
+            bar.advance()
+    return rows
+
+
+def check_programs(
+    prepared: Prepared, path_or_repo: str | None = None, *, progress: bool = True
+) -> list[dict[str, Any]]:
+    """Lint every program of a Prepared folder and compare it with MLX again, and the model with its full hashes.
+
+    Args:
+        path_or_repo: where the model is now; where it was prepared from if None.
+
+    Returns:
+        One `{"program", "bytes", "relative_l2", ...}` a program.
+
+    Raises:
+        PreparedError, ProgramError: the model is another one, or a program breaks a rule or computes something else.
+    """
+    profile = RoutingProfile.load(prepared.folder / PROFILE)
+    _, tensors = site_weights(path_or_repo or prepared.model)
+    rows: list[dict[str, Any]] = []
+    with Progress("Checking programs", len(tensors), "layers", show=progress) as bar:
+        for weights in tensors:
+            path = weights.site.path
+            entry, site = prepared.sites.get(path), prepared.plan.site(path)
+            if entry is not None and full_hash(weights) != entry.full_sha256:
+                raise PreparedError(f"The experts of {path} differ from those that were prepared; prepare again.")
+            if entry is not None and entry.program is not None and site is not None and site.spec is not None:
+                lint.check(prepared.folder / entry.program, site.spec)
+                seen = profile.sites[path]
+                error = measure_error(
+                    prepared.folder / entry.program, site.spec, weights.matrices, seen.rows, seen.chosen
+                )
+                require_accuracy(error, site.spec, path)
+                rows.append({"program": entry.program, "bytes": entry.program_bytes, **error})
+            weights.release()
             bar.advance()
     return rows
 
@@ -289,6 +356,7 @@ def _write(
         with Progress("Emitting programs", len(tensors), "layers", show=progress) as bar:
             for weights in tensors:
                 entries.append(_prepare_site(weights, plan.site(weights.site.path), profile, folder))
+                weights.release()
                 bar.advance()
         write_manifest(
             folder,
@@ -315,7 +383,7 @@ def _prepare_site(weights: ExpertWeights, plan: SitePlan | None, profile: Routin
     )
     if plan is None or plan.spec is None:
         return entry
-    name = f"{PROGRAMS}/{site.path}.mlpackage"
+    name = program_name(site.path)
     (folder / PROGRAMS).mkdir(exist_ok=True)
     nbytes = emit_program(plan.spec, weights.matrices, folder / name)
     seen = profile.sites[site.path]

@@ -7,7 +7,6 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import mlx.nn as nn
 
@@ -15,6 +14,7 @@ from .cache import cache_root
 from .errors import PreparedError
 from .fingerprint import loaded_hash
 from .planning.plan import Plan
+from .records import Record, read
 from .sites import ExpertSite
 
 SCHEMA = 1
@@ -67,35 +67,50 @@ class Prepared:
         """
         folder = Path(folder)
         manifest = _read_manifest(folder)
-        try:
-            sites = {s["path"]: PreparedSite(**s) for s in manifest["sites"]}
-            files: dict[str, dict[str, Any]] = dict(manifest["files"])
-            described = {k: manifest[k] for k in ("model", "model_type", "fingerprint", "versions")}
-            programs = [s.program for s in sites.values() if s.program]
-            missing = [p for p in programs if not any(f.startswith(f"{p}/") for f in files)]
-        except (KeyError, TypeError, AttributeError) as e:
-            raise PreparedError(f"{folder / MANIFEST} is damaged ({e}); {_AGAIN}") from e
-        if missing or PLAN not in files:
-            raise PreparedError(f"{folder / MANIFEST} does not list the files of {(missing or [PLAN])[0]}; {_AGAIN}")
+        files = {name: manifest.record("files").record(name) for name in manifest.record("files").names()}
         for name, facts in files.items():
             _check_file(folder, name, facts, verify)
+        for required in (PLAN, PROFILE):
+            if required not in files:
+                manifest.fail(f"'files' does not list {required}")
         plan = Plan.load(folder / PLAN)
-        if plan.model_fingerprint != described["fingerprint"]:
-            raise PreparedError(f"{folder} holds a plan of another model; {_AGAIN}")
-        return cls(folder=folder, plan=plan, sites=sites, **described)
+        made = cls(
+            folder=folder,
+            model=manifest.text("model"),
+            model_type=manifest.text("model_type"),
+            fingerprint=manifest.text("fingerprint"),
+            plan=plan,
+            sites=_sites(manifest),
+            versions={k: manifest.record("versions").text(k) for k in manifest.record("versions").names()},
+        )
+        if plan.model_fingerprint != made.fingerprint:
+            manifest.fail(f"{PLAN} is of another model")
+        for site in made.sites.values():
+            if site.program is not None and not any(f.startswith(f"{site.program}/") for f in files):
+                manifest.fail(f"'files' does not list the files of {site.program}")
+            if site.program is not None and site.program != program_name(site.path):
+                manifest.fail(f"{site.program} is not the program of {site.path}")
+        return made
 
     @classmethod
     def find(cls, model: nn.Module, sites: Mapping[ExpertSite, nn.Module]) -> Prepared | None:
-        """The cached folder of a loaded model's fingerprint, or None."""
+        """The cached folder that fits a loaded model best, or None where none fits any layer.
+
+        Normally that is the folder of the model's fingerprint; with an adapter or a changed layer, the base model's.
+        """
+        best, most = None, 0
         for folder in cached_folders():
             try:
-                candidate = _read_manifest(folder)
-                entries = {s["path"]: PreparedSite(**s) for s in candidate["sites"]}
-            except (PreparedError, KeyError, TypeError):
+                manifest = _read_manifest(folder)
+                fitting = 0
+                if manifest.text("model_type") == getattr(model, "model_type", None):
+                    entries = _sites(manifest)
+                    fitting = sum(s.path in entries and _matches(entries[s.path], s, m) for s, m in sites.items())
+            except PreparedError:
                 continue
-            if candidate.get("model_type") == getattr(model, "model_type", None) and _same(entries, sites):
-                return cls.open(folder)
-        return None
+            if fitting > most:
+                best, most = folder, fitting
+        return None if best is None else cls.open(best)
 
     def require_model(self, sites: Mapping[ExpertSite, nn.Module], name: str) -> None:
         """Raises PreparedError unless at least one site is what was prepared."""
@@ -106,7 +121,12 @@ class Prepared:
             )
 
 
-_AGAIN = "run mlx_npumoe.prepare again."
+_AGAIN = "run mlx_npumoe.prepare again"
+
+
+def program_name(path: str) -> str:
+    """Where the program of a site lies in the folder."""
+    return f"{PROGRAMS}/{path}.mlpackage"
 
 
 def prepared_root() -> Path:
@@ -131,7 +151,7 @@ def write_manifest(
         if p.is_file()
     }
     manifest = {
-        "schema": SCHEMA,
+        "schema_version": SCHEMA,
         "model": model,
         "model_type": model_type,
         "fingerprint": fingerprint,
@@ -142,31 +162,48 @@ def write_manifest(
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=1))
 
 
-def _read_manifest(folder: Path) -> dict[str, Any]:
+def _read_manifest(folder: Path) -> Record:
     path = folder / MANIFEST
     if not path.is_file():
         raise PreparedError(
             f"{folder} is not a Prepared folder (it has no {MANIFEST}); make one with mlx_npumoe.prepare."
         )
-    try:
-        manifest = json.loads(path.read_text())
-    except (OSError, ValueError) as e:
-        raise PreparedError(f"{path} cannot be read ({e}); {_AGAIN}") from e
-    if not isinstance(manifest, dict) or manifest.get("schema") != SCHEMA:
-        found = manifest.get("schema") if isinstance(manifest, dict) else "none"
-        raise PreparedError(f"{path} has schema {found}, this version reads {SCHEMA}; {_AGAIN}")
+    manifest = read(path, "manifest", _AGAIN)
+    manifest.schema(SCHEMA)
     return manifest
 
 
-def _check_file(folder: Path, name: str, facts: dict[str, Any], verify: bool) -> None:
+def _sites(manifest: Record) -> dict[str, PreparedSite]:
+    return {site.path: site for site in map(_site, manifest.records("sites"))}
+
+
+def _site(record: Record) -> PreparedSite:
+    dtypes, error = record.record("dtypes"), record.optional("error")
+    program, reason = record.get("program"), record.get("reason")
+    return PreparedSite(
+        path=record.text("path"),
+        experts=record.integer("experts", least=1),
+        hidden=record.integer("hidden", least=1),
+        width=record.integer("width", least=1),
+        dtypes={name: dtypes.text(name) for name in dtypes.names()},
+        sampled_sha256=record.text("sampled_sha256"),
+        full_sha256=record.text("full_sha256"),
+        program=None if program is None else record.text("program"),
+        program_bytes=record.integer("program_bytes"),
+        error=None if error is None else {name: error.number(name) for name in error.names()},
+        reason=None if reason is None else record.text("reason"),
+    )
+
+
+def _check_file(folder: Path, name: str, facts: Record, verify: bool) -> None:
     path = folder / name
     inside = path.resolve().is_relative_to(folder.resolve())
     if not inside or Path(name).is_absolute() or path.is_symlink():
-        raise PreparedError(f"{folder / MANIFEST} names {name}, which lies outside the folder; {_AGAIN}")
-    if not path.is_file() or path.stat().st_size != facts.get("bytes"):
-        raise PreparedError(f"{path} is missing or has the wrong size; {_AGAIN}")
-    if verify and _sha256(path) != facts.get("sha256"):
-        raise PreparedError(f"{path} differs from what was written (its hash does not match); {_AGAIN}")
+        raise PreparedError(f"{folder / MANIFEST} names {name}, which lies outside the folder; {_AGAIN}.")
+    if not path.is_file() or path.stat().st_size != facts.integer("bytes"):
+        raise PreparedError(f"{path} is missing or has the wrong size; {_AGAIN}.")
+    if verify and _sha256(path) != facts.text("sha256"):
+        raise PreparedError(f"{path} differs from what was written (its hash does not match); {_AGAIN}.")
 
 
 def _sha256(path: Path) -> str:
@@ -177,10 +214,3 @@ def _sha256(path: Path) -> str:
 def _matches(entry: PreparedSite, site: ExpertSite, module: nn.Module) -> bool:
     same_shape = entry.shape == (site.experts, site.hidden, site.width)
     return same_shape and loaded_hash(module, entry.dtypes) == entry.sampled_sha256
-
-
-def _same(entries: Mapping[str, PreparedSite], sites: Mapping[ExpertSite, nn.Module]) -> bool:
-    """Whether a manifest describes exactly these sites."""
-    if set(entries) != {s.path for s in sites}:
-        return False
-    return all(_matches(entries[s.path], s, m) for s, m in sites.items())

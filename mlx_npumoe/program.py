@@ -15,6 +15,12 @@ WeightFormat = Literal["fp16", "int8"]
 WEIGHT_FORMATS: tuple[WeightFormat, ...] = ("fp16", "int8")
 LAYOUTS = ("layer",)
 BODIES = ("split",)
+ACTIVATIONS = ("silu",)
+BRANCHES = 8  # experts that meet in one concat; more make the Neural Engine's compiler explode
+SURFACE_ROWS = 16384  # G*D of one input or output: the height of an IOSurface
+PROGRAM_BYTES = 900 * 2**20  # weights of one program; larger ones are moved to the CPU without a word
+DEFAULT_CHUNK = 2048  # tokens a launch: mlx-lm's prefill step
+DEFAULT_TOKENS = 8192  # tokens to calibrate on
 
 
 class ExpertMatrices(NamedTuple):

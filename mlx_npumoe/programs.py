@@ -69,7 +69,7 @@ def measure_error(
 def _rows_of(expert: int, rows: np.ndarray, chosen: np.ndarray, capacity: int) -> np.ndarray:
     """Up to CHECK_ROWS rows for one expert, float32 `(n, D)`."""
     mine = rows[(chosen == expert).any(axis=1)]
-    return (mine if len(mine) else rows[1:] if len(rows) > 1 else rows)[-min(CHECK_ROWS, capacity) :].astype(np.float32)
+    return (mine if len(mine) else rows[1:] if len(rows) > 1 else rows)[: min(CHECK_ROWS, capacity)].astype(np.float32)
 
 
 def random_rows(hidden: int) -> tuple[np.ndarray, np.ndarray]:

@@ -33,7 +33,7 @@ class LayerCounters:
 
 @dataclass(frozen=True)
 class LayerReport:
-    """One layer: its counters, and why it is local (None where a program is loaded)."""
+    """One layer: its counters, and why the device did nothing (None where it was used)."""
 
     layer: int
     counters: LayerCounters
@@ -80,6 +80,8 @@ class Report:
         """One line for people, printed after mlx-lm's own."""
         t = self.totals
         weights = f" ({self.weights} programs)" if self.weights else ""
+        if not self.layers:
+            return "Experts: none, this is a dense model"
         return (
             f"Experts: {self.offloaded} of {len(self.layers)} layers on {self.device}{weights}, {t.launches} launches, "
             f"{t.rows} rows, {t.pads} pads, {t.spilled} spilled, {t.fallbacks} fallbacks"

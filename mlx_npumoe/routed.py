@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
 
 from . import phase
 from .calibration import Recorder
@@ -17,6 +16,7 @@ from .executors.device import DeviceExecutor
 from .executors.local import LocalExecutor
 from .report import LayerCounters
 from .routing import assign, combine, pack
+from .weights import Seal
 
 
 class RoutedExperts(nn.Module):
@@ -41,20 +41,16 @@ class RoutedExperts(nn.Module):
         self._device: DeviceExecutor | None = None
         self._recorder: Recorder | None = None
         self._counters = LayerCounters()
-        object.__setattr__(self, "_attached", ())  # a tuple, which nn.Module would take for parameters
+        self._seal: Seal | None = None
 
     def use(self, device: DeviceExecutor) -> None:
-        """Send hot experts to `device`, for as long as the experts are the arrays they are now."""
-        object.__setattr__(self, "_attached", self._arrays())
+        """Send hot experts to `device`, for as long as nobody touches their weights."""
+        self._seal = Seal(self)
         self._device = device
 
     def changed(self) -> bool:
-        """Whether weights were loaded, quantised or adapted since `use`: the programs compute the old ones."""
-        now = self._arrays()
-        return len(now) != len(self._attached) or any(a is not b for a, b in zip(now, self._attached, strict=True))
-
-    def _arrays(self) -> tuple[mx.array, ...]:
-        return tuple(a for _, a in tree_flatten(self.parameters()))
+        """Whether weights were loaded, written, quantised or adapted since `use`: the programs compute the old ones."""
+        return self._seal is not None and self._seal.broken(self)
 
     def unwrapped(self) -> nn.Module:
         """The stock module, holding whatever children this one holds now."""
@@ -73,28 +69,30 @@ class RoutedExperts(nn.Module):
             return self._local.whole(self, x, indices)
         if now.generating and not self._evaluated_in_prefill:
             return self._local.whole(self, x, indices)
-        try:
-            out = self._routed(device, x.reshape(tokens, -1), indices.reshape(tokens, -1), _rows_valid(now, tokens))
-        except _Traced:
-            return self._local.whole(self, x, indices)
-        except DeviceError as e:
-            self._counters.fallbacks += 1
-            device.breaker.failure(str(e))
-            return self._local.whole(self, x, indices)
-        device.breaker.success()
+        valid = _rows_valid(now, tokens)
+        out = self._routed(device, x.reshape(tokens, -1), indices.reshape(tokens, -1), valid)
         return out.reshape(*indices.shape, -1)
 
     def _routed(self, device: DeviceExecutor, x: mx.array, indices: mx.array, valid: mx.array | None) -> mx.array:
-        """Split into pieces of the plan's chunk; a last piece too short for the device stays local."""
+        """Pieces of the plan's chunk, each on the device unless it is too short, is traced, or the device fails."""
         pieces = []
         for start in range(0, len(x), device.chunk):
             at = slice(start, start + device.chunk)
-            piece_valid = None if valid is None else valid[at]
-            if device.wants(len(x[at])):
-                pieces.append(self._piece(device, x[at], indices[at], piece_valid))
-            else:
-                pieces.append(self._local.whole(self, x[at], indices[at]))
+            pieces.append(self._tried(device, x[at], indices[at], None if valid is None else valid[at]))
         return pieces[0] if len(pieces) == 1 else mx.concatenate(pieces)
+
+    def _tried(self, device: DeviceExecutor, x: mx.array, indices: mx.array, valid: mx.array | None) -> mx.array:
+        if device.wants(len(x)):
+            try:
+                out = self._piece(device, x, indices, valid)
+                device.breaker.success()
+                return out
+            except _Traced:
+                pass
+            except DeviceError as e:
+                self._counters.fallbacks += 1
+                device.breaker.failure(str(e))
+        return self._local.whole(self, x, indices)
 
     def _piece(self, device: DeviceExecutor, x: mx.array, indices: mx.array, valid: mx.array | None) -> mx.array:
         """One launch: pack, hand over, run our half meanwhile, join, combine. `(T, D)`, `(T, K)` to `(T, K, D)`."""

@@ -5,13 +5,14 @@ An engine belongs to one model object. It never changes a parameter; after `clos
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import mlx.nn as nn
 
-from .devices import open_device
+from .devices import open_device, resolve
 from .devices.base import ExpertDevice
 from .devices.health import Breaker
 from .devices.residency import Residency
@@ -20,10 +21,10 @@ from .executors.device import DeviceExecutor
 from .fingerprint import loaded_hash
 from .prepared import Prepared
 from .progress import Progress
-from .report import LayerReport, Report
+from .report import LayerCounters, LayerReport, Report
 from .routed import RoutedExperts
 from .routing import SlotTable
-from .sites import ExpertSite, last_cached_layer, require_sites, swap
+from .sites import ExpertSite, find_sites, last_cached_layer, require_sites, swap
 
 DEADLINE_S = 60.0
 OVERFLOWS = ("spill",)
@@ -55,6 +56,7 @@ class Engine:
     ) -> None:
         """Load the programs of `prepared` that belong to this model and fit the device; the rest stays local."""
         self.device = device
+        self._release = weakref.finalize(self, device.close)  # a model dropped without close ends the device too
         self._weights = prepared.plan.weights
         limits = prepared.plan.limits
         self._residency = Residency(device, limits.program_bytes, limits.programs, limits.total_bytes)
@@ -99,15 +101,25 @@ class Engine:
 
     def report(self) -> Report:
         """What happened since the engine was made."""
-        layers = []
-        for site, stand_in in self.stand_ins.items():
-            reason = self._reasons[site]
-            if reason is None and stand_in._device is not None and stand_in._device.breaker.open:
-                reason = f"device switched off: {stand_in._device.breaker.last_reason}"
-            elif reason is None and stand_in._device is not None and stand_in.changed():
-                reason = "the experts were changed after they were attached"
-            layers.append(LayerReport(site.layer, stand_in._counters, reason))
-        return Report(self.name, self.device.name if self.device else "off", self._weights, tuple(layers))
+        layers = tuple(
+            LayerReport(site.layer, stand_in._counters, self._reason(site, stand_in))
+            for site, stand_in in self.stand_ins.items()
+        )
+        return Report(self.name, self.device.name if self.device else "off", self._weights, layers)
+
+    def _reason(self, site: ExpertSite, stand_in: RoutedExperts) -> str | None:
+        """Why a site is local now."""
+        if self._reasons[site] is not None or stand_in._device is None:
+            return self._reasons[site]
+        if stand_in._device.breaker.open:
+            return f"device switched off: {stand_in._device.breaker.last_reason}"
+        if stand_in.changed():
+            return "the experts were changed after they were attached"
+        if stand_in._counters.launches or stand_in._counters.fallbacks:
+            return None
+        if not stand_in._evaluated_in_prefill:
+            return "mlx-lm never computes the last layer's experts in a generation's prefill"
+        return f"no input of at least {stand_in._device.min_tokens} tokens came"
 
     def close(self) -> None:
         """Detach the model and release the device. Safe to call twice."""
@@ -117,7 +129,7 @@ class Engine:
         if self.device is not None:
             for stand_in in self.stand_ins.values():
                 stand_in._device = None
-            self.device.close()
+            self._release()
             self.device = None
 
     def __enter__(self) -> Engine:
@@ -134,6 +146,15 @@ class Engine:
 def engine(model: nn.Module) -> Engine | None:
     """The engine of a loaded or attached model, or None."""
     return getattr(model, "_npumoe_engine", None)
+
+
+def report(model: nn.Module, name: str) -> Report:
+    """The report of a model's engine, or one that says that nothing is attached."""
+    made = engine(model)
+    if made is not None:
+        return made.report()
+    layers = (LayerReport(site.layer, LayerCounters(), "nothing is attached") for site in find_sites(model))
+    return Report(name, "off", None, tuple(layers))
 
 
 def attach(
@@ -160,21 +181,22 @@ def attach(
         UsageError: an unknown value. PreparedError: the folder is damaged or of another model. ModelError: the model
         is attached already or has no experts we can move.
     """
-    _choose("overflow", overflow, OVERFLOWS)
-    _choose("saliency", saliency, SALIENCIES)
+    choose("overflow", overflow, OVERFLOWS)
+    choose("saliency", saliency, SALIENCIES)
     if not isinstance(prepared, Prepared):
         prepared = Prepared.open(prepared)
-    opened = open_device(device) if isinstance(device, str) else device
+    if isinstance(device, str):
+        resolve(device)
     name = str(getattr(model, "_npumoe_name", None) or getattr(model, "model_type", "model"))
     made = Engine(model, name)
-    if opened is not None:
-        try:
-            prepared.require_model(made.sites, name)
+    try:
+        prepared.require_model(made.sites, name)
+        opened = open_device(device) if isinstance(device, str) else device
+        if opened is not None:
             made.use_device(opened, prepared, deadline_s=deadline_s, progress=progress)
-        except BaseException:
-            made.close()
-            opened.close()
-            raise
+    except BaseException:
+        made.close()
+        raise
     return made
 
 
@@ -185,6 +207,7 @@ def detach(model: nn.Module) -> None:
         made.close()
 
 
-def _choose(name: str, value: Any, allowed: tuple[str, ...]) -> None:
+def choose(name: str, value: Any, allowed: tuple[str, ...]) -> None:
+    """Raises UsageError for a value that is not allowed."""
     if value not in allowed:
         raise UsageError(f"{name}={value!r} is not known; choose from {', '.join(allowed)}.")

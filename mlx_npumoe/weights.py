@@ -6,16 +6,17 @@ stored: half precision that was widened at load is the same content.
 
 from __future__ import annotations
 
+import ctypes
 import json
-import os
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+from mlx.utils import tree_flatten
 
 from .errors import ModelError
 from .program import ExpertMatrices
@@ -44,7 +45,6 @@ class Checkpoint:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._files: dict[Path, int] = {}
         self.entries: dict[str, _Entry] = {}
         for file in sorted(folder.glob("model*.safetensors")):
             self.entries.update(_read_index(file))
@@ -52,19 +52,12 @@ class Checkpoint:
     def read(self, name: str, start: int, stop: int) -> bytes:
         """Bytes `start` to `stop` of a tensor."""
         entry = self.entries[name]
-        descriptor = self._files.get(entry.file)
-        if descriptor is None:
-            descriptor = self._files[entry.file] = os.open(entry.file, os.O_RDONLY)
-        data = os.pread(descriptor, stop - start, entry.offset + start)
+        with open(entry.file, "rb", buffering=0) as file:
+            file.seek(entry.offset + start)
+            data = file.read(stop - start)
         if len(data) != stop - start:
             raise ModelError(f"{entry.file} ends inside tensor {name}; download the model again.")
         return data
-
-    def close(self) -> None:
-        """Close the files."""
-        for descriptor in self._files.values():
-            os.close(descriptor)
-        self._files.clear()
 
 
 def _read_index(file: Path) -> dict[str, _Entry]:
@@ -90,6 +83,39 @@ def _read_index(file: Path) -> dict[str, _Entry]:
     }
 
 
+class Seal:
+    """Remembers which arrays a module holds and where they lie, to notice any later change, in place or not.
+
+    A second reference to each buffer keeps MLX from writing into it, so that an update moves the data.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._held = [(array, array[...]) for array in _arrays(module)]
+        mx.eval([shadow for _, shadow in self._held])
+        self._places = [_address(shadow) for _, shadow in self._held]
+
+    def broken(self, module: nn.Module) -> bool:
+        """Whether an array was added, taken away, exchanged or written since."""
+        now = _arrays(module)
+        return len(now) != len(self._held) or any(
+            array is not held or _address(array) != place
+            for array, (held, _), place in zip(now, self._held, self._places, strict=True)
+        )
+
+
+def _arrays(module: nn.Module) -> list[mx.array]:
+    return [array for _, array in tree_flatten(module.parameters())]
+
+
+def _address(array: mx.array) -> int | None:
+    """Where an array's data lies; None where it does not lie in one piece."""
+    try:
+        view = memoryview(cast(Any, array))
+        return ctypes.addressof(ctypes.c_char.from_buffer(view.cast("B")))
+    except (TypeError, ValueError, RuntimeError):
+        return None
+
+
 class StoredTensor(NamedTuple):
     """One parameter of a site (such as `gate_proj.weight`), stacked over experts, as stored."""
 
@@ -102,13 +128,23 @@ class ExpertWeights:
     """The expert tensors of one site, expert by expert.
 
     With a checkpoint whose tensors can be found by name (stacked, or one tensor an expert), bytes are read by offset
-    and the module is only asked for shapes. Otherwise the module's own arrays are used: they are evaluated one site
-    at a time where the model was loaded lazily.
+    and the module is only asked for shapes. Otherwise the module's own arrays are used.
+
+    Args:
+        reopen: gives the site's module of a lazily loaded model anew. Arrays that had to be evaluated are then let go
+            by `release`.
     """
 
-    def __init__(self, site: ExpertSite, module: nn.Module, checkpoint: Checkpoint | None = None) -> None:
+    def __init__(
+        self,
+        site: ExpertSite,
+        module: nn.Module,
+        checkpoint: Checkpoint | None = None,
+        reopen: Callable[[], nn.Module] | None = None,
+    ) -> None:
         self.site = site
-        self.module = module
+        self._module: nn.Module | None = module
+        self._reopen = reopen
         self._checkpoint = checkpoint
         self._names: dict[str, str | list[str]] = {}
         self.tensors: list[StoredTensor] = []
@@ -118,6 +154,19 @@ class ExpertWeights:
                     self._add(projection, parameter, array)
         if self._checkpoint is not None and len(self._names) != len(self.tensors):
             self._names, self._checkpoint = {}, None
+
+    @property
+    def module(self) -> nn.Module:
+        """The site's module."""
+        if self._module is None and self._reopen is not None:
+            self._module = self._reopen()
+        assert self._module is not None
+        return self._module
+
+    def release(self) -> None:
+        """Let go of what was evaluated, where it can be had again."""
+        if self._reopen is not None and not self.by_offset:
+            self._module = None
 
     @property
     def by_offset(self) -> bool:
@@ -144,9 +193,8 @@ class ExpertWeights:
             size = entry.nbytes // entry.shape[0] if stacked else entry.nbytes
             start = expert * size if stacked else 0
             shape = entry.shape[1:] if stacked else entry.shape
-            return np.frombuffer(self._checkpoint.read(key, start, start + size), _DTYPES[entry.dtype][0]).reshape(
-                shape
-            )
+            data = self._checkpoint.read(key, start, start + size)
+            return np.frombuffer(data, _DTYPES[entry.dtype][0]).reshape(shape)
         projection, parameter = name.split(".")
         return _bits(self.module[projection][parameter])[expert]
 

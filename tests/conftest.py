@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+import replay
 from prepared_models import Maker, maker
 
 
@@ -13,6 +15,12 @@ from prepared_models import Maker, maker
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Maker:
     """`(family, bits=None, weights="fp16")` to a tiny model with its Prepared folder; made once a session."""
     return maker(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture
+def replay_router() -> Callable[..., replay.Run]:
+    """`(model, forward, router, stock=None)`: run with the routers watched, their outputs replayed from a stock run."""
+    return replay.run
 
 
 @pytest.fixture(autouse=True)

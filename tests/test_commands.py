@@ -49,7 +49,7 @@ def test_the_whole_path_by_commands(tiny: Maker, capsys: pytest.CaptureFixture[s
     )
     summary = json.loads(out)
     assert code == 0 and summary["programs"] == 3 and 0 < summary["worst_relative_l2"] < 0.05
-    code, out, _ = ask(capsys, "programs", "--json", "check", summary["folder"])
+    code, out, _ = ask(capsys, "programs", "check", summary["folder"], "--json")
     assert code == 0 and [r["relative_l2"] < 0.05 for r in json.loads(out)] == [True] * 3
     code, out, err = ask(
         capsys, "generate", "--model", model, "--prompt", PROMPT, "--max-tokens", "3", "--report", "r.json"
@@ -60,7 +60,9 @@ def test_the_whole_path_by_commands(tiny: Maker, capsys: pytest.CaptureFixture[s
     code, out, _ = ask(
         capsys, "generate", "--model", model, "--prompt", PROMPT, "--max-tokens", "3", "--json", "--prepared", "none"
     )
-    assert code == 0 and json.loads(out)["generation_tokens"] == 3 and json.loads(out)["report"]["device"] == "off"
+    assert code == 0 and json.loads(out)["generation_tokens"] == 3
+    report = json.loads(out)["report"]
+    assert report["device"] == "off" and report["totals"]["launches"] == 0 and len(report["layers"]) == 3
 
 
 def test_generate_prints_what_mlx_lm_prints_and_one_line(tiny: Maker, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import tiny_models
 from mlx_npumoe.planning.plan import Plan
 from mlx_npumoe.preparation import record
 from prepared_models import CHUNK, MIN_CHUNK, Maker, prepare_all_hot
-from replay import deviations, first_flips, per_token_error, run
+from replay import Run, deviations, first_flips, per_token_error
 
 TOP_K = 2
 LENGTHS = (1, 2, 31, 32, 33, 300, 512, 513, 530, 1100, 3000)
@@ -29,15 +30,15 @@ def tokens(length: int) -> mx.array:
 
 @pytest.mark.parametrize(("family", "bits", "length"), CASES)
 def test_with_routing_replayed_each_tokens_logits_are_stocks(
-    family: str, bits: int | None, length: int, tiny: Maker
+    family: str, bits: int | None, length: int, tiny: Maker, replay_router: Callable[..., Run]
 ) -> None:
     made = tiny(family, bits)
     model, prepared = made.model, made.prepared
     router, x = tiny_models.ROUTERS[family], tokens(length)
-    stock = run(model, lambda: model(x), router)
+    stock = replay_router(model, lambda: model(x), router)
     with mlx_npumoe.attach(model, prepared) as engine:
-        replayed = run(model, lambda: model(x), router, stock)
-        free = run(model, lambda: model(x), router)
+        replayed = replay_router(model, lambda: model(x), router, stock)
+        free = replay_router(model, lambda: model(x), router)
         report = engine.report()
     assert per_token_error(replayed.logits, stock.logits).max() < 2e-3
     bound = deviations(stock, replayed)
@@ -50,7 +51,9 @@ def test_with_routing_replayed_each_tokens_logits_are_stocks(
 
 
 @pytest.mark.parametrize("family", tiny_models.FAMILIES)
-def test_chunks_that_spill_stay_exact(family: str, tiny: Maker, tmp_path: Path) -> None:
+def test_chunks_that_spill_stay_exact(
+    family: str, tiny: Maker, replay_router: Callable[..., Run], tmp_path: Path
+) -> None:
     made = tiny(family)
     model = made.model
 
@@ -66,9 +69,9 @@ def test_chunks_that_spill_stay_exact(family: str, tiny: Maker, tmp_path: Path) 
 
     tight = prepare_all_hot(made.folder, tmp_path / "tight", change=tighten)
     router, x = tiny_models.ROUTERS[family], tokens(700)
-    stock = run(model, lambda: model(x), router)
+    stock = replay_router(model, lambda: model(x), router)
     with mlx_npumoe.attach(model, tight) as engine:
-        replayed = run(model, lambda: model(x), router, stock)
+        replayed = replay_router(model, lambda: model(x), router, stock)
         totals = engine.report().totals
     assert per_token_error(replayed.logits, stock.logits).max() < 2e-3
     assert totals.spilled > 0 and totals.dropped == 0
@@ -76,20 +79,20 @@ def test_chunks_that_spill_stay_exact(family: str, tiny: Maker, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("family", tiny_models.FAMILIES)
-def test_int8_programs_stay_near(family: str, tiny: Maker) -> None:
+def test_int8_programs_stay_near(family: str, tiny: Maker, replay_router: Callable[..., Run]) -> None:
     made = tiny(family, weights="int8")
     model, prepared = made.model, made.prepared
     router, x = tiny_models.ROUTERS[family], tokens(300)
-    stock = run(model, lambda: model(x), router)
+    stock = replay_router(model, lambda: model(x), router)
     with mlx_npumoe.attach(model, prepared):
-        replayed = run(model, lambda: model(x), router, stock)
+        replayed = replay_router(model, lambda: model(x), router, stock)
     error = per_token_error(replayed.logits, stock.logits).max()
     assert 1e-4 < error < 4e-2
 
 
 @pytest.mark.parametrize(("family", "bits"), MODELS)
 def test_device_off_is_bit_identical_and_so_is_the_model_after_detach(
-    family: str, bits: int | None, tiny: Maker
+    family: str, bits: int | None, tiny: Maker, replay_router: Callable[..., Run]
 ) -> None:
     made = tiny(family, bits)
     model, prepared = made.model, made.prepared
@@ -105,17 +108,19 @@ def test_device_off_is_bit_identical_and_so_is_the_model_after_detach(
     assert mx.array_equal(model(x), before)
 
 
-def test_a_batch_is_offloaded_as_its_rows(tiny: Maker) -> None:
+def test_a_batch_is_offloaded_as_its_rows(tiny: Maker, replay_router: Callable[..., Run]) -> None:
     model, prepared = tiny("qwen3_moe").model, tiny("qwen3_moe").prepared
     x = mx.array(np.random.default_rng(5).integers(2, 258, (3, 150)))
-    stock = run(model, lambda: model(x), "mlp.gate")
+    stock = replay_router(model, lambda: model(x), "mlp.gate")
     with mlx_npumoe.attach(model, prepared) as engine:
-        replayed = run(model, lambda: model(x), "mlp.gate", stock)
+        replayed = replay_router(model, lambda: model(x), "mlp.gate", stock)
         assert engine.report().totals.launches == 3
     assert per_token_error(replayed.logits, stock.logits).max() < 2e-3
 
 
-def test_permuting_the_experts_of_a_model_changes_nothing(tiny: Maker, tmp_path: Path) -> None:
+def test_permuting_the_experts_of_a_model_changes_nothing(
+    tiny: Maker, replay_router: Callable[..., Run], tmp_path: Path
+) -> None:
     model = tiny_models.build("mixtral")
     order = mx.array([2, 0, 3, 1])
     for layer in model.layers:

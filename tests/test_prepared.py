@@ -18,6 +18,7 @@ from mlx_npumoe import loading, preparation
 from mlx_npumoe.calibration import BLOCK, RoutingProfile, SiteProfile, sequences, up_shift
 from mlx_npumoe.errors import PreparedError, UsageError
 from mlx_npumoe.prepared import MANIFEST, PLAN, PROFILE, Prepared
+from mlx_npumoe.programs import _rows_of
 from mlx_npumoe.sites import find_sites
 from prepared_models import Maker, prepare_all_hot
 
@@ -38,13 +39,23 @@ def _weights(folder: Path) -> Path:
     return next(folder.rglob("weight.bin"))
 
 
+def _exchange_programs(manifest: dict) -> None:
+    a, b = manifest["sites"][:2]
+    a["program"], b["program"] = b["program"], a["program"]
+
+
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "no manifest": (lambda f: (f / MANIFEST).unlink(), "not a Prepared folder"),
-    "manifest is no JSON": (lambda f: (f / MANIFEST).write_text("{"), "cannot be read"),
-    "manifest is a list": (lambda f: (f / MANIFEST).write_text("[]"), "schema none"),
-    "newer schema": (lambda f: _edit(f, lambda m: m.update(schema=99)), "schema 99"),
-    "no sites": (lambda f: _edit(f, lambda m: m.pop("sites")), "damaged"),
-    "unknown key": (lambda f: _edit(f, lambda m: m["sites"][0].update(extra=1)), "damaged"),
+    "manifest is no JSON": (lambda f: (f / MANIFEST).write_text("{"), "not valid JSON"),
+    "manifest is a list": (lambda f: (f / MANIFEST).write_text("[]"), "JSON object"),
+    "newer schema": (lambda f: _edit(f, lambda m: m.update(schema_version=99)), "newer"),
+    "no sites": (lambda f: _edit(f, lambda m: m.pop("sites")), "'sites'"),
+    "a file that is a number": (lambda f: _edit(f, lambda m: m["files"].update({PLAN: 5})), "JSON object"),
+    "profile not listed": (lambda f: _edit(f, lambda m: m["files"].pop(PROFILE)), "does not list"),
+    "no dtypes": (lambda f: _edit(f, lambda m: m["sites"][0].update(dtypes=None)), "dtypes"),
+    "bytes that are text": (lambda f: _edit(f, lambda m: m["sites"][0].update(program_bytes="x")), "program_bytes"),
+    "model that is a number": (lambda f: _edit(f, lambda m: m.update(model=7)), "'model'"),
+    "programs exchanged": (lambda f: _edit(f, _exchange_programs), "is not the program of"),
     "files without hashes": (lambda f: _edit(f, lambda m: m.update(files={})), "does not list"),
     "program bit flipped": (lambda f: _flip(_weights(f)), "hash does not match"),
     "program truncated": (lambda f: _weights(f).write_bytes(b"short"), "wrong size"),
@@ -187,6 +198,54 @@ def test_wrong_arguments_are_usage_errors(wrong: dict, tiny: Maker) -> None:
         preparation.prepare(str(tiny("mixtral").folder), **wrong)
 
 
+def test_arguments_that_contradict_the_plan_are_refused(tiny: Maker, tmp_path: Path) -> None:
+    made = tiny("mixtral")
+    with pytest.raises(UsageError, match="contradicts the plan"):
+        preparation.prepare(str(made.folder), plan=made.prepared.plan, chunk=64, out=tmp_path / "o")
+
+
+def test_without_offsets_one_site_is_in_memory_at_a_time(
+    tiny: Maker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = tiny("qwen3_moe")
+    monkeypatch.setattr("mlx_npumoe.weights._find", lambda *a: None)
+    sizes: list[int] = []
+    real = preparation._prepare_site
+
+    def watched(*args: object) -> object:
+        entry = real(*args)  # type: ignore[arg-type]
+        sizes.append(mx.get_active_memory())
+        return entry
+
+    monkeypatch.setattr(preparation, "_prepare_site", watched)
+    before = mx.get_active_memory()
+    prepared = preparation.prepare(
+        str(made.folder), profile=made.prepared.folder / PROFILE, out=tmp_path / "o", progress=False
+    )
+    site = next(iter(find_sites(made.model)))
+    assert max(sizes) - before < 2 * site.nbytes
+    assert prepared.fingerprint == made.prepared.fingerprint
+    assert [s.full_sha256 for s in prepared.sites.values()] == [s.full_sha256 for s in made.prepared.sites.values()]
+
+
+def test_checking_programs_compares_the_model_too(tiny: Maker, tmp_path: Path) -> None:
+    made = tiny("mixtral")
+    assert len(preparation.check_programs(made.prepared, progress=False)) == 3
+    model = tiny_models.build("mixtral")
+    experts = model.layers[1].block_sparse_moe.switch_mlp
+    experts.up_proj.weight = experts.up_proj.weight * 1.001
+    other = tiny_models.save(model, tmp_path / "m", "mixtral")
+    with pytest.raises(PreparedError, match=r"layers\.1.*differ"):
+        preparation.check_programs(made.prepared, str(other), progress=False)
+
+
+def test_the_largest_row_is_among_those_a_program_is_compared_on() -> None:
+    rows = np.arange(64, dtype=np.float16)[::-1, None].repeat(4, axis=1)
+    chosen = np.zeros((64, 2), np.int32)
+    assert _rows_of(0, rows, chosen, 32)[0, 0] == 63 and len(_rows_of(0, rows, chosen, 32)) == 16
+    assert len(_rows_of(5, rows, chosen, 8)) == 8
+
+
 def test_out_is_never_an_unrelated_folder(tiny: Maker, tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("precious")
     with pytest.raises(UsageError, match="no Prepared folder"):
@@ -207,6 +266,7 @@ def test_calibration_counts_every_pair_once(tiny: Maker, tmp_path: Path) -> None
     text = tmp_path / "text"
     text.write_text("All work and no play makes Jack a dull boy. " * 30)
     profile = mlx_npumoe.calibrate(str(tiny("qwen3_moe").folder), text=[text], max_tokens=1000, sequence=300)
+    assert profile.sites
     for site in profile.sites.values():
         assert site.tokens == 1000 and site.totals.sum() == 2000
         assert len(site.counts) == 3 * 2 and all(c.sum() == 2 * BLOCK for c in site.counts)

@@ -98,8 +98,10 @@ def test_renaming_experts_changes_nothing(case: tuple[np.ndarray, np.ndarray, Pr
     x, indices, spec, E = case
     name = np.random.default_rng(E).permutation(E)
     renamed = _spec([(tuple(int(name[e]) for e in g.experts), g.capacity) for g in spec.groups])
-    _, accepted, n_local = _route(x, indices, spec, E)
-    _, accepted_renamed, n_local_renamed = _route(x, name[indices], renamed, E)
+    y, accepted, n_local = _route(x, indices, spec, E)
+    y_renamed, accepted_renamed, n_local_renamed = _route(x, name[indices], renamed, E)
+    np.testing.assert_array_equal(y_renamed - name[indices][..., None], x[:, None] * (name[indices][..., None] + 1.0))
+    np.testing.assert_array_equal(y - indices[..., None], x[:, None] * (indices[..., None] + 1.0))
     np.testing.assert_array_equal(accepted_renamed[name], accepted)
     assert n_local == n_local_renamed
 

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+import inspect
 import io
+import json
 import re
 import threading
+import time
+from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +27,12 @@ from mlx_npumoe import phase, routed
 from mlx_npumoe.devices.interpreter import Emulation, InterpreterDevice
 from mlx_npumoe.devices.null import NullDevice
 from mlx_npumoe.errors import ModelError, PreparedError, UsageError
-from prepared_models import Maker
+from mlx_npumoe.executors.device import DeviceExecutor
+from mlx_npumoe.planning.plan import Plan
+from mlx_npumoe.prepared import Prepared
+from mlx_npumoe.report import Report
+from mlx_npumoe.sites import find_sites
+from prepared_models import CHUNK, Maker, prepare_all_hot
 
 PROMPT = "The quick brown fox jumps over the lazy dog, then sleeps. " * 5
 
@@ -62,12 +73,12 @@ def test_a_decode_step_builds_stocks_graph_and_evaluates_nothing(
 
 
 @pytest.mark.parametrize(
-    "emulation",
-    [Emulation(fail_every=1), Emulation(nan_output=True), Emulation(hang_s=30)],
+    ("emulation", "calls"),
+    [(Emulation(fail_every=1), 3), (Emulation(nan_output=True), 3), (Emulation(hang_s=30), 1)],
     ids=["fails", "returns NaN", "hangs"],
 )
 def test_a_sick_device_never_changes_output_and_is_switched_off(
-    emulation: Emulation, tiny: Maker, capsys: pytest.CaptureFixture[str]
+    emulation: Emulation, calls: int, tiny: Maker, capsys: pytest.CaptureFixture[str]
 ) -> None:
     made, x = tiny("mixtral"), tokens(100)
     want = made.model(x)
@@ -77,7 +88,7 @@ def test_a_sick_device_never_changes_output_and_is_switched_off(
         for _ in range(2):
             assert mx.array_equal(made.model(x), want)
         report = engine.report()
-    assert report.totals.fallbacks == 3 and report.totals.rows == 0
+    assert report.totals.fallbacks == calls and report.totals.launches == report.totals.rows == 0
     assert all("switched off" in (layer.reason or "") for layer in report.layers)
     assert capsys.readouterr().err.count("Warning") == 1
 
@@ -91,6 +102,97 @@ def test_one_failure_in_many_is_a_fallback_and_no_more(tiny: Maker) -> None:
         totals = engine.report().totals
     assert (totals.launches, totals.fallbacks) == (9, 3)
     assert totals.rows + totals.spilled == 9 * 200
+
+
+def test_a_failing_piece_falls_back_alone_and_counts_alone(tiny: Maker) -> None:
+    made, x = tiny("mixtral"), tokens(CHUNK + 100)
+    device = InterpreterDevice(emulation=Emulation(fail_every=2))
+    with mlx_npumoe.attach(made.model, made.prepared, device=device) as engine:
+        mx.eval(made.model(x))
+        totals = engine.report().totals
+    assert (totals.launches, totals.fallbacks) == (3, 3)
+    assert totals.rows + totals.spilled == 3 * 2 * CHUNK
+
+
+class Recording(InterpreterDevice):
+    """Notes when a call starts; poisons what it computed on pads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[str] = []
+
+    def submit(self, lease: Any) -> Any:
+        self.events.append("submit")
+        future: Future[Any] = Future()
+
+        def ended(inner: Any) -> None:
+            for x, y in zip(lease.inputs, lease.outputs, strict=True):
+                y.host[:, (x.host == 0).all(axis=0)] = np.nan
+            future.set_result(inner.result())
+
+        super().submit(lease).add_done_callback(ended)
+        return future
+
+
+def test_the_device_starts_first_then_our_half_then_we_wait(
+    tiny: Maker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = tiny("mixtral")
+
+    def tighten(plan: Plan) -> Plan:
+        groups = [replace(s.spec, groups=tuple(replace(g, capacity=32) for g in s.spec.groups)) for s in plan.hot_sites]
+        return replace(plan, sites=tuple(replace(s, spec=g) for s, g in zip(plan.sites, groups, strict=True)))
+
+    prepared = prepare_all_hot(made.folder, tmp_path / "tight", change=tighten)
+    device = Recording()
+    started, joined = mx.async_eval, DeviceExecutor.join
+    monkeypatch.setattr(mx, "async_eval", lambda *a: (device.events.append("async_eval"), started(*a))[1])
+    monkeypatch.setattr(DeviceExecutor, "join", lambda *a: (device.events.append("join"), joined(*a))[1])
+    with mlx_npumoe.attach(made.model, prepared, device=device) as engine:
+        mx.eval(made.model(tokens(200)))
+        assert engine.report().totals.spilled > 0
+    assert device.events == ["submit", "async_eval", "join", "async_eval"] * 3
+
+
+def test_nan_in_pad_columns_of_the_device_never_leaks(tiny: Maker) -> None:
+    made, x = tiny("qwen3_moe"), tokens(150)
+    with mlx_npumoe.attach(made.model, made.prepared):
+        want = made.model(x)
+    with mlx_npumoe.attach(made.model, made.prepared, device=Recording()) as engine:
+        assert mx.array_equal(made.model(x), want)
+        assert engine.report().totals.pads > 0 and engine.report().totals.fallbacks == 0
+
+
+@pytest.mark.parametrize(
+    ("limits", "loaded"),
+    [({"programs": 2}, 2), ({"program_bytes": 1000}, 0), ({"total_bytes": 300_000}, 1)],
+)
+def test_programs_beyond_the_devices_limits_stay_local(limits: dict[str, int], loaded: int, tiny: Maker) -> None:
+    made = tiny("mixtral")
+    plan = replace(made.prepared.plan, limits=replace(made.prepared.plan.limits, **limits))
+    with mlx_npumoe.attach(made.model, replace(made.prepared, plan=plan)) as engine:
+        mx.eval(made.model(tokens(100)))
+        layers = engine.report().layers
+    assert [layer.counters.launches for layer in layers] == [1] * loaded + [0] * (3 - loaded)
+    assert all("limit" in (layer.reason or "") for layer in layers[loaded:])
+
+
+def test_a_refused_attach_and_a_forgotten_engine_leave_no_threads(tiny: Maker) -> None:
+    made = tiny("mixtral")
+    before = threading.active_count()
+    with mlx_npumoe.attach(made.model, made.prepared):
+        during = threading.active_count()
+        with pytest.raises(ModelError):
+            mlx_npumoe.attach(made.model, made.prepared)
+        assert threading.active_count() == during > before
+    model = tiny_models.build("mixtral")
+    mlx_npumoe.attach(model, made.prepared)
+    del model
+    gc.collect()
+    deadline = time.monotonic() + 10
+    while threading.active_count() > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert threading.active_count() == before
 
 
 def test_the_null_device_returns_at_once(tiny: Maker) -> None:
@@ -165,6 +267,40 @@ def test_experts_changed_after_attaching_are_never_computed_by_old_programs(tiny
         assert mx.array_equal(model(x), other(x))
         assert all("changed" in (layer.reason or "") for layer in engine.report().layers)
     assert mx.array_equal(model(x), other(x))
+
+
+@pytest.mark.parametrize("how", ["assigned", "scaled", "one row"])
+def test_experts_written_in_place_are_never_computed_by_old_programs(how: str, tiny: Maker) -> None:
+    model, x = tiny_models.build("mixtral"), tokens(80)
+    with mlx_npumoe.attach(model, tiny("mixtral").prepared) as engine:
+        mx.eval(model(x))
+        for layer in model.layers:
+            weight = layer.block_sparse_moe.switch_mlp.down_proj.weight
+            if how == "assigned":
+                weight[:] = 0
+            elif how == "scaled":
+                weight *= 2
+            else:
+                weight[1:2] = 0
+        got = model(x)
+        assert engine.report().totals.launches == 3
+    assert mx.array_equal(got, model(x))
+
+
+def test_adapters_added_while_attached_are_computed(tiny: Maker) -> None:
+    from mlx_lm.tuner.utils import linear_to_lora_layers
+
+    model, x = tiny_models.build("mixtral"), tokens(80)
+    keys = {"block_sparse_moe.switch_mlp.up_proj"}
+    with mlx_npumoe.attach(model, tiny("mixtral").prepared):
+        linear_to_lora_layers(model, 1, {"rank": 2, "scale": 5.0, "dropout": 0.0, "keys": keys})
+        lora = model.layers[2].block_sparse_moe.switch_mlp.up_proj
+        lora.lora_b = mx.ones_like(lora.lora_b)
+        got = model(x)
+    model.eval()
+    with mlx_npumoe.attach(model, tiny("mixtral").prepared):
+        assert mx.allclose(got, model(x), atol=1e-4)
+    assert type(model.layers[2].block_sparse_moe.switch_mlp.up_proj).__name__ == "LoRASwitchLinear"
 
 
 def test_a_compiled_call_takes_the_stock_path(tiny: Maker) -> None:
@@ -247,8 +383,20 @@ def test_adapters_keep_their_layer_local(tiny: Maker) -> None:
     keys = {"block_sparse_moe.switch_mlp.up_proj"}
     linear_to_lora_layers(model, 1, {"rank": 2, "scale": 1.0, "dropout": 0.0, "keys": keys})
     with mlx_npumoe.attach(model, tiny("mixtral").prepared) as engine:
+        mx.eval(model(tokens(80)))
         reasons = [layer.reason for layer in engine.report().layers]
     assert reasons[:2] == [None, None] and "LoRA" in (reasons[2] or "")
+
+
+def test_an_adapted_model_finds_its_base_models_folder(tiny: Maker, private_cache: Path) -> None:
+    made = tiny("mixtral")
+    (private_cache / "prepared").mkdir(parents=True)
+    (private_cache / "prepared" / "base").symlink_to(made.prepared.folder)
+    model = tiny_models.build("mixtral")
+    experts = model.layers[0].block_sparse_moe.switch_mlp
+    experts.up_proj.weight = experts.up_proj.weight * 1.01
+    found = Prepared.find(model, find_sites(model))
+    assert found is not None and found.fingerprint == made.prepared.fingerprint
 
 
 @pytest.mark.parametrize("wrong", [{"device": "tpu"}, {"overflow": "prune"}, {"saliency": "luck"}])
@@ -256,6 +404,59 @@ def test_wrong_values_are_usage_errors(wrong: dict[str, Any], tiny: Maker) -> No
     with pytest.raises(UsageError, match="choose from"):
         mlx_npumoe.attach(tiny("mixtral").model, tiny("mixtral").prepared, **wrong)
     assert mlx_npumoe.engine(tiny("mixtral").model) is None
+
+
+def test_load_checks_its_arguments_even_with_nothing_prepared(tiny: Maker) -> None:
+    with pytest.raises(UsageError, match="overflow"):
+        mlx_npumoe.load(str(tiny("mixtral").folder), overflow="prune")
+    with pytest.raises(PreparedError):
+        mlx_npumoe.attach(tiny_models.build("mixtral", seed=5), tiny("mixtral").prepared, device="off")
+
+
+def test_half_precision_is_widened_with_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tiny_models.save(tiny_models.build("mixtral"), tmp_path / "m", "mixtral", dtype=mx.bfloat16)
+    model, _ = mlx_npumoe.load(str(folder), prepared=None)
+    assert capsys.readouterr().err.count("widened to float32") == 1
+    assert {a.dtype for _, a in tree_flatten(model.parameters())} == {mx.float32}
+
+
+def test_the_contract_of_the_public_face() -> None:
+    def names(function: Any) -> list[str]:
+        return [str(p) if p.kind is p.VAR_KEYWORD else p.name for p in inspect.signature(function).parameters.values()]
+
+    def defaults(function: Any) -> dict[str, Any]:
+        return {n: p.default for n, p in inspect.signature(function).parameters.items() if p.default is not p.empty}
+
+    assert names(mlx_npumoe.load)[:4] == ["path_or_repo", "prepared", "device", "overflow"]
+    assert {"prepared": "auto", "device": "auto", "overflow": "spill"}.items() <= defaults(mlx_npumoe.load).items()
+    assert names(mlx_npumoe.attach)[:5] == ["model", "prepared", "device", "overflow", "saliency"]
+    assert {"device": "auto", "overflow": "spill", "saliency": "attention_norm"}.items() <= defaults(
+        mlx_npumoe.attach
+    ).items()
+    assert {
+        "text": None,
+        "out": None,
+        "chunk": 2048,
+        "tiers": "quantile",
+        "weights": "int8",
+        "layout": "layer",
+        "body": "split",
+        "profile": None,
+        "plan": None,
+        "progress": True,
+    }.items() <= defaults(mlx_npumoe.prepare).items()
+    report = json.loads(Report("m", "off", None, ()).to_json())
+    assert {"model", "device", "totals", "layers"} <= set(report)
+    assert set(report["totals"]) == {
+        "launches",
+        "rows",
+        "pads",
+        "spilled",
+        "dropped",
+        "fallbacks",
+        "device_s",
+        "join_wait_s",
+    }
 
 
 def test_load_finds_what_was_prepared_and_hints_otherwise(

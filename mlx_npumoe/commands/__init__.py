@@ -7,6 +7,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..cache import whole_file
 from ..errors import UsageError
 from ..progress import set_quiet
 
@@ -18,10 +19,11 @@ def parser(name: str, description: str) -> argparse.ArgumentParser:
     return made
 
 
-def add_common(made: argparse.ArgumentParser) -> None:
-    """`--json` and `--quiet`."""
-    made.add_argument("--json", action="store_true", help="Print the result as JSON on stdout.")
-    made.add_argument("--quiet", action="store_true", help="No progress and no notes.")
+def add_common(made: argparse._ActionsContainer, *, again: bool = False) -> None:
+    """`--json` and `--quiet`; `again` for a subcommand, whose silence must not undo the command's flag."""
+    default = argparse.SUPPRESS if again else False
+    made.add_argument("--json", action="store_true", default=default, help="Print the result as JSON on stdout.")
+    made.add_argument("--quiet", action="store_true", default=default, help="No progress and no notes.")
 
 
 def parse(made: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
@@ -49,14 +51,6 @@ def require_parent(path: str | None, flag: str) -> None:
 
 
 def write_text(path: str | Path, text: str) -> None:
-    """Write a file under a temporary name, sync it, put it in place."""
-    target = Path(path)
-    partial = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    try:
-        with open(partial, "w", encoding="utf-8") as f:
-            f.write(text)
-            f.flush()
-            os.fsync(f.fileno())
-        os.replace(partial, target)
-    finally:
-        partial.unlink(missing_ok=True)
+    """Write a file whole or not at all."""
+    with whole_file(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..errors import UsageError
+from ..program import DEFAULT_CHUNK, DEFAULT_TOKENS
 from . import parse, parser, positive, require_parent
 
 
@@ -16,8 +17,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     made.add_argument("--model", required=True, help="Folder, hub repository or demo:NAME.")
     made.add_argument("--text", nargs="+", metavar="FILE", help="UTF-8 files. Default: a shipped corpus.")
     made.add_argument("--out", metavar="FILE", default="profile.safetensors", help="Default: profile.safetensors.")
-    made.add_argument("--max-tokens", type=positive, default=8192)
-    made.add_argument("--chunk", type=positive, default=2048, help="Tokens a call.")
+    made.add_argument("--max-tokens", type=positive, default=DEFAULT_TOKENS)
+    made.add_argument("--chunk", type=positive, default=DEFAULT_CHUNK, help="Tokens a call.")
     args = parse(made, argv)
     require_parent(args.out, "--out")
     if not args.out.endswith(".safetensors"):

@@ -91,7 +91,7 @@ def _interpreter() -> tuple[str, str]:
     import numpy as np
 
     from ..program import ExpertMatrices, Group, ProgramSpec
-    from ..programs import emit_program, measure_error, random_rows
+    from ..programs import TOLERANCE, emit_program, measure_error, random_rows
 
     rng = np.random.default_rng(0)
     spec = ProgramSpec(64, 96, (Group((0, 1), 32),), weights="int8")
@@ -101,7 +101,7 @@ def _interpreter() -> tuple[str, str]:
         package = Path(folder) / "doctor.mlpackage"
         emit_program(spec, experts.__getitem__, package)
         error = measure_error(package, spec, experts.__getitem__, *random_rows(spec.hidden))["relative_l2"]
-    state = "ok" if error < 0.05 else "failed"
+    state = "ok" if error < TOLERANCE[spec.weights] else "failed"
     return state, f"an int8 program was emitted, linted and run; it differs from MLX by {error:.2g} (relative L2)"
 
 

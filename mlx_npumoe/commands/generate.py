@@ -96,25 +96,22 @@ class _Session:
         return loaded
 
     def generate(self, model: Any, tokenizer: Any, prompt: Any, **options: Any) -> str:
-        from ..generation import generate, stream_generate
+        from ..generation import plain_generate, stream_generate
 
         if not self.args.json:
-            return generate(model, tokenizer, prompt, **options)
+            return plain_generate(model, tokenizer, prompt, **options)
         options.pop("verbose")
         for self.last in stream_generate(model, tokenizer, prompt, **options):
             self.text += self.last.text
         return self.text
 
     def finish(self) -> None:
-        """Write the report and the JSON, release the device."""
-        from ..runtime import engine
+        """Print our line, write the report, print the JSON, release the device."""
+        from ..runtime import detach, report
 
-        made = engine(self.model)
-        report = (
-            made.report().to_json() if made is not None else json.dumps({"model": self.args.model, "device": "off"})
-        )
+        made = report(self.model, str(self.args.model))
         if self.args.report:
-            write_text(self.args.report, report + "\n")
+            write_text(self.args.report, made.to_json() + "\n")
         if self.args.json:
             numbers = (
                 "prompt_tokens",
@@ -124,7 +121,8 @@ class _Session:
                 "peak_memory",
                 "finish_reason",
             )
-            result = {"text": self.text, **{n: getattr(self.last, n) for n in numbers}, "report": json.loads(report)}
-            print(json.dumps(result, indent=2))
-        if made is not None:
-            made.close()
+            result = {"text": self.text, **{n: getattr(self.last, n) for n in numbers}}
+            print(json.dumps({**result, "report": json.loads(made.to_json())}, indent=2))
+        elif self.args.verbose:
+            print(made.line())
+        detach(self.model)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..planning.tiers import TIER_POLICIES
-from ..program import BODIES, LAYOUTS, WEIGHT_FORMATS
+from ..program import BODIES, DEFAULT_CHUNK, LAYOUTS, WEIGHT_FORMATS
 from . import parse, parser, positive, require_parent
 
 
@@ -17,7 +17,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     made.add_argument("--profile", required=True, metavar="FILE", help="From mlx_npumoe.calibrate.")
     made.add_argument("--out", metavar="FILE", default="plan.json", help="Default: plan.json.")
     made.add_argument("--explain", action="store_true", help="Print the plan layer by layer, with reasons.")
-    made.add_argument("--chunk", type=positive, default=2048)
+    made.add_argument("--chunk", type=positive, default=DEFAULT_CHUNK)
     made.add_argument("--tiers", choices=TIER_POLICIES, default="quantile")
     made.add_argument("--weights", choices=WEIGHT_FORMATS, default="int8")
     made.add_argument("--layout", choices=LAYOUTS, default="layer")

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 
 from ..planning.tiers import TIER_POLICIES
-from ..program import BODIES, LAYOUTS, WEIGHT_FORMATS
+from ..program import BODIES, DEFAULT_CHUNK, DEFAULT_TOKENS, LAYOUTS, WEIGHT_FORMATS
 from . import parse, parser, positive
 
 
@@ -19,7 +19,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     made.add_argument("--out", metavar="FOLDER", help="Default: the cache folder of the model's fingerprint.")
     made.add_argument(
-        "--chunk", type=positive, default=2048, help="Tokens a launch, at most (generate's prefill step)."
+        "--chunk", type=positive, default=DEFAULT_CHUNK, help="Tokens a launch, at most (generate's prefill step)."
     )
     made.add_argument("--tiers", choices=TIER_POLICIES, default="quantile")
     made.add_argument("--weights", choices=WEIGHT_FORMATS, default="int8", help="Weight format of the programs.")
@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     made.add_argument("--body", choices=BODIES, default="split")
     made.add_argument("--profile", metavar="FILE", help="A routing profile; the model is then never loaded whole.")
     made.add_argument("--plan", metavar="FILE", help="A plan made before.")
-    made.add_argument("--max-tokens", type=positive, default=8192, help="Tokens to calibrate on.")
+    made.add_argument("--max-tokens", type=positive, default=DEFAULT_TOKENS, help="Tokens to calibrate on.")
     made.add_argument("--device-profile", metavar="FILE", help="Device to plan for. Default: this machine's.")
     args = parse(made, argv)
 

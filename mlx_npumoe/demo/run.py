@@ -14,21 +14,23 @@ from ..errors import PreparedError
 from ..prepared import Prepared, cached_folders
 
 MODEL = "demo:smollm2"
-PREPARE = ("--model", MODEL, "--chunk", "768", "--max-tokens", "1024")
-GENERATE = ("--model", MODEL, "--max-tokens", "40")
+CHUNK = 768  # the prompt has 755 tokens before the last
+PREPARE = ("--model", MODEL, "--chunk", str(CHUNK), "--max-tokens", "1024")
+GENERATE = ("--model", MODEL, "--max-tokens", "40", "--device", "interpreter")
 
 
 def main() -> int:
     """Run both commands as a user would; exit code 1 where no program was launched."""
     start = time.perf_counter()
-    if not _prepared():
+    if _prepared() is None:
         print(f"$ mlx_npumoe.prepare {' '.join(PREPARE)}", flush=True)
         if code := run("prepare", PREPARE):
             return code
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"
         print(f"\n$ mlx_npumoe.generate {' '.join(GENERATE)} --prompt <a shipped text and a question>", flush=True)
-        if code := run("generate", [*GENERATE, "--prompt", demo_prompt(), "--report", str(report)]):
+        argv = [*GENERATE, "--prepared", str(_prepared()), "--prompt", demo_prompt(), "--report", str(report)]
+        if code := run("generate", argv):
             return code
         totals = json.loads(report.read_text())["totals"]
     print(f"\nDemo done in {time.perf_counter() - start:.0f} s.")
@@ -38,15 +40,16 @@ def main() -> int:
     return 0
 
 
-def _prepared() -> bool:
-    """Whether a sound Prepared folder of the demo model is in the cache."""
+def _prepared() -> Path | None:
+    """A Prepared folder of the demo model, as the demo prepares it, in the cache."""
     for folder in cached_folders():
         try:
-            if Prepared.open(folder, verify=False).model == MODEL:
-                return True
+            found = Prepared.open(folder)
+            if found.model == MODEL and found.plan.chunk == CHUNK:
+                return folder
         except PreparedError:
             continue
-    return False
+    return None
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ def finite(surface: np.ndarray, hidden: int, rows: Sequence[int]) -> bool:
 
 
 class Breaker:
-    """Opens after `limit` failures in a row; then the device is left alone, with one warning."""
+    """Opens after `limit` failures in a row or one hang; then the device is left alone, with one warning."""
 
     def __init__(self, device: str, limit: int = 3) -> None:
         self.device = device
@@ -37,14 +37,21 @@ class Breaker:
             self._in_a_row = 0
 
     def failure(self, reason: str) -> None:
-        """A call failed. The first of the last `limit` in a row to do so opens the breaker."""
+        """A call failed; the last of `limit` in a row opens the breaker."""
         with self._lock:
-            self.last_reason = reason
             self._in_a_row += 1
-            opened = self._in_a_row >= self.limit and not self.open
-            self.open = self.open or opened
+            enough = self._in_a_row >= self.limit
+        if enough:
+            self.trip(f"{self.limit} failures in a row, the last: {reason}")
+
+    def trip(self, reason: str) -> None:
+        """Open at once: the device cannot be trusted with another call (a call that hangs blocks its worker)."""
+        with self._lock:
+            opened = not self.open
+            if opened:
+                self.open, self.last_reason = True, reason
         if opened:
             note(
-                f"Warning: the {self.device} device is switched off after {self.limit} failures in a row (last: "
-                f"{reason}); the experts run locally, output is not affected."
+                f"Warning: the {self.device} device is switched off ({reason}); the experts run locally, output is "
+                "not affected."
             )

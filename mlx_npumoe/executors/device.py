@@ -67,6 +67,7 @@ class DeviceExecutor:
             lease = ticket.future.result(timeout=self._deadline_s)
         except FutureTimeout as e:
             ticket.lease.abandon()
+            self.breaker.trip(f"no answer within {self._deadline_s:g} s")
             raise DeviceError(f"the {self._device.name} device gave no answer within {self._deadline_s:g} s") from e
         except DeviceError:
             ticket.lease.retire()

@@ -15,7 +15,6 @@ from ..program import WeightFormat
 from .device_profile import DeviceProfile
 from .tiers import check_loads
 
-ACTIVATIONS = ("silu",)
 PACKAGE_ALLOWANCE = 8192  # bytes an expert of descriptions and alignment; about 5000 seen in packages we wrote
 
 

@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 
 from ..errors import PreparedError
-from .records import Record, dump, parse, plain, read, write
+from ..program import BRANCHES, PROGRAM_BYTES, SURFACE_ROWS
+from ..records import Record, dump, parse, plain, read, write
 from .tiers import GRAIN
 
 Kind = str  # one of KINDS
@@ -63,11 +64,11 @@ class RateTable:
 class DeviceLimits:
     """What one process may ask of the device. Defaults: coreml 1.1, 1.2 and 7, for public Core ML."""
 
-    program_bytes: int = 900 * 2**20  # weights of one program
+    program_bytes: int = PROGRAM_BYTES  # weights of one program
     programs: int = 100  # loaded in one process
     total_bytes: int = 3 * 2**30  # weights of all of them
-    surface_rows: int = 16384  # G*D of one input or output
-    branches: int = 8  # experts meeting in one concat
+    surface_rows: int = SURFACE_ROWS  # G*D of one input or output
+    branches: int = BRANCHES  # experts meeting in one concat
     grain: int = GRAIN  # capacities are multiples of it
     kind: Kind = "published"
     source: str = "limits others measured on Apple chips, with a margin"

@@ -12,8 +12,8 @@ from typing import Literal
 import numpy as np
 
 from ..errors import UsageError
-from ..program import Group, WeightFormat
-from .cost import ACTIVATIONS, PACKAGE_ALLOWANCE, LayerTimes, SiteCost, SiteLoads, expert_bytes
+from ..program import ACTIVATIONS, Group, WeightFormat
+from .cost import PACKAGE_ALLOWANCE, LayerTimes, SiteCost, SiteLoads, expert_bytes
 from .device_profile import DeviceLimits, DeviceProfile
 from .groups import group_size, pack_groups
 from .tiers import ExpectedRows, TierChooser, TierPolicy, expected

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any, cast
 
 from ..errors import UsageError
-from ..program import BODIES, LAYOUTS, WEIGHT_FORMATS, Group, ProgramSpec, WeightFormat
-from .cost import ACTIVATIONS, SiteLoads, expert_bytes
+from ..program import ACTIVATIONS, BODIES, LAYOUTS, WEIGHT_FORMATS, Group, ProgramSpec, WeightFormat
+from ..records import Record, dump, parse, read, write
+from .cost import SiteLoads, expert_bytes
 from .device_profile import KINDS, DeviceLimits, DeviceProfile, read_limits
 from .explain import explain
 from .groups import group_size
 from .placement import Hot, Placement, place
-from .records import Record, dump, parse, read, write
 from .tiers import TIER_POLICIES, TierPolicy, round_up
 
 PLAN_SCHEMA = 1

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ..errors import PreparedError
+from .cache import whole_file
+from .errors import PreparedError
 
 _LARGEST = 2**53  # integers beyond are not exact in every JSON reader
 _NUMBER_LIST = re.compile(r"\[\n\s+([-+\d.eE,\s]+?)\n\s*\]")
@@ -44,6 +43,14 @@ class Record:
         if key not in self._data:
             self.fail(f"the key {key!r} is missing")
         return self._data[key]
+
+    def names(self) -> list[str]:
+        """The keys."""
+        return list(self._data)
+
+    def optional(self, key: str) -> Record | None:
+        """A nested object, None where the value is null."""
+        return None if self.get(key) is None else self.record(key)
 
     def text(self, key: str, choices: Sequence[str] = ()) -> str:
         """A non-empty string, one of `choices` where given."""
@@ -146,23 +153,12 @@ def write(path: str | Path, text: str) -> None:
 
     Raises PreparedError where the folder cannot be written.
     """
-    path = Path(path)
-    temporary: str | None = None
     try:
-        handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-        temporary = None
+        with whole_file(path) as temporary:
+            temporary.write_text(text, encoding="utf-8")
     except OSError as error:
         reason = error.strerror or type(error).__name__
         raise PreparedError(f"{path}: cannot be written ({reason}); choose another place") from error
-    finally:
-        if temporary is not None:
-            Path(temporary).unlink(missing_ok=True)
 
 
 def plain(value: float) -> float | int:
