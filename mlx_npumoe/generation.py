@@ -49,13 +49,15 @@ def load(
     """
     resolve(device)
     choose("overflow", overflow, OVERFLOWS)
+    if prepared is not None and prepared != "auto" and not isinstance(prepared, Prepared):
+        prepared = Prepared.open(prepared)  # before the model, which takes longer
     folder = loading.locate(path_or_repo, as_mlx_lm_load.pop("revision", None))
     model, tokenizer, config = loading.load_whole(folder, **as_mlx_lm_load)
     model._npumoe_name = str(path_or_repo)
     if prepared == "auto":
         found = _find(model, path_or_repo, device)
     else:
-        found = prepared if isinstance(prepared, Prepared) or prepared is None else Prepared.open(prepared)
+        found = prepared
     if found is not None:
         attach(model, found, device=device, overflow=overflow, progress=progress)
     return (model, tokenizer, config) if return_config else (model, tokenizer)
