@@ -54,11 +54,8 @@ def load(
     folder = loading.locate(path_or_repo, as_mlx_lm_load.pop("revision", None))
     model, tokenizer, config = loading.load_whole(folder, **as_mlx_lm_load)
     model._npumoe_name = str(path_or_repo)
-    if prepared == "auto":
-        found = _find(model, path_or_repo, device)
-    else:
-        found = prepared
-    if found is not None:
+    found = _find(model, path_or_repo, device) if prepared == "auto" else prepared
+    if isinstance(found, Prepared):
         attach(model, found, device=device, overflow=overflow, progress=progress)
     return (model, tokenizer, config) if return_config else (model, tokenizer)
 
