@@ -9,6 +9,8 @@ Programs need macOS 13 (deployment target iOS16), for float16 ports and for int8
 
 from __future__ import annotations
 
+import json
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -18,8 +20,10 @@ from mlx_npumoe.errors import ProgramError
 from mlx_npumoe.program import ACTIVATIONS, BODIES, BRANCHES, LAYOUTS, ExpertMatrices, Group, ProgramSpec
 
 from . import formats
+from .mil import SPEC_KEY
 from .toolkit import coremltools, no_progress_bars
 
+_one_at_a_time = threading.Lock()  # coremltools builds programs in global state
 _UNSTABLE_METADATA = ("com.github.apple.coremltools.conversion_date",)
 
 
@@ -31,6 +35,11 @@ def build_program(spec: ProgramSpec, experts: Callable[[int], ExpertMatrices]) -
     is built here is what is saved. Raises ProgramError where the spec or a matrix cannot be built.
     """
     _check_spec(spec)
+    with _one_at_a_time:
+        return _build(spec, experts)
+
+
+def _build(spec: ProgramSpec, experts: Callable[[int], ExpertMatrices]) -> Any:
     ct = coremltools()
     target = getattr(ct.target, formats.TARGETS[spec.weights][0])
     program = _layer_program(spec, experts, target)
@@ -45,6 +54,7 @@ def build_program(spec: ProgramSpec, experts: Callable[[int], ExpertMatrices]) -
         )
     for key in _UNSTABLE_METADATA:
         model.user_defined_metadata.pop(key, None)
+    model.user_defined_metadata[SPEC_KEY] = json.dumps(spec.to_dict(), sort_keys=True)
     return model
 
 

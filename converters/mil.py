@@ -19,6 +19,8 @@ from mlx_npumoe.errors import ProgramError
 
 from .toolkit import protobufs
 
+SPEC_KEY = "mlx_npumoe.spec"  # in a package's metadata: what it computes, as JSON
+
 MODEL_FILE = "Data/com.apple.CoreML/model.mlmodel"
 WEIGHTS_FOLDER = "Data/com.apple.CoreML/weights"
 _BLOB_ROOT = "@model_path/weights/"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import secrets
 import shutil
@@ -11,7 +12,7 @@ from typing import Any
 
 from mlx_npumoe.errors import ProgramError
 
-from .mil import MODEL_FILE, read_spec
+from .mil import MODEL_FILE, SPEC_KEY, read_spec
 
 SUFFIX = ".mlpackage"
 MANIFEST = "Manifest.json"  # names its parts by random identifiers, so it differs at every save
@@ -46,6 +47,16 @@ def write_package(model: Any, path: Path | str, *, release: bool = False) -> Pat
     if release and model.package_path:
         shutil.rmtree(model.package_path, ignore_errors=True)
     return path
+
+
+def stored_spec(path: Path | str) -> dict[str, Any]:
+    """What a package says it computes: `ProgramSpec.to_dict()`. Raises ProgramError where it does not say."""
+    stored = read_spec(Path(path)).description.metadata.userDefined.get(SPEC_KEY)
+    try:
+        spec = json.loads(stored or "")
+    except ValueError as error:
+        raise ProgramError(f"the program {path} does not say what it computes; prepare it again") from error
+    return dict(spec)
 
 
 def _swap(fresh: Path, path: Path, stale: Path) -> None:

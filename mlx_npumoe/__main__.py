@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from .errors import NpumoeError, UsageError
 
+TRACEBACK = "MLX_NPUMOE_TRACEBACK"  # environment variable: let unexpected errors through
 COMMANDS = {
     "generate": "generate text, as mlx_lm.generate does, with hot experts on a second device",
     "prepare": "calibrate, plan and emit everything a model needs; run once a model",
@@ -30,9 +31,8 @@ def run(command: str, argv: Sequence[str] | None = None) -> int:
     except NpumoeError as e:
         print(f"mlx_npumoe.{command}: error: {e}", file=sys.stderr)
         return 1
-    except BrokenPipeError:  # whoever read our output has gone
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+    except BrokenPipeError:
+        return _unread()
     except OSError as e:
         where = f"{e.filename}: " if e.filename else ""
         print(f"mlx_npumoe.{command}: error: {where}{e.strerror or e}; nothing was written there.", file=sys.stderr)
@@ -40,6 +40,15 @@ def run(command: str, argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"\nmlx_npumoe.{command}: interrupted", file=sys.stderr)
         return 130
+    except Exception as e:  # ours or a library's: a user gets a sentence, whoever looks for the fault a traceback
+        if os.environ.get(TRACEBACK):
+            raise
+        reason = " ".join(str(e).split()) or "no reason given"
+        print(
+            f"mlx_npumoe.{command}: error: {type(e).__name__}: {reason} (unexpected; set {TRACEBACK}=1 to see where)",
+            file=sys.stderr,
+        )
+        return 1
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -50,11 +59,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     listing = "\n".join(f"  {name:<10} {what}" for name, what in COMMANDS.items())
     text = f"usage: python -m mlx_npumoe COMMAND ...\n\ncommands:\n{listing}\n\nCOMMAND --help tells more."
     if argv and argv[0] in ("-h", "--help"):
-        print(text)
+        try:
+            print(text, flush=True)
+        except BrokenPipeError:
+            return _unread()
         return 0
     problem = f"unknown command {argv[0]!r}" if argv else "no command given"
     print(f"{text}\n\nmlx_npumoe: error: {problem}", file=sys.stderr)
     return 2
+
+
+def _unread() -> int:
+    """Whoever read our output has gone: let nothing more be written there."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 1
 
 
 def generate() -> int:

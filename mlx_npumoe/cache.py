@@ -8,7 +8,7 @@ import shutil
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 CACHE_VARIABLE = "MLX_NPUMOE_CACHE"
@@ -33,8 +33,7 @@ def publish(tmp: Path, final: Path) -> Path:
     Raises:
         OSError: the folder cannot be synced or renamed; `tmp` is then still there.
     """
-    for path in [*tmp.rglob("*"), tmp]:
-        _fsync(path)
+    _fsync_all(tmp)
     try:
         os.rename(tmp, final)
     except OSError as error:
@@ -77,7 +76,7 @@ def staged(final: Path, *, replace: bool = False) -> Iterator[Path]:
     tmp.mkdir()
     try:
         yield tmp
-        if replace and final.exists():
+        if replace:
             _exchange(tmp, final)
         else:
             publish(tmp, final)
@@ -86,15 +85,27 @@ def staged(final: Path, *, replace: bool = False) -> Iterator[Path]:
 
 
 def _exchange(tmp: Path, final: Path) -> None:
-    """Publish `tmp` in place of an existing `final`."""
+    """Publish `tmp` in place of what stands at `final`, which is away for no longer than two renames take."""
+    _fsync_all(tmp)
     aside = final.parent / f".{final.name}.{uuid.uuid4().hex[:12]}.tmp"
-    os.rename(final, aside)
-    try:
-        publish(tmp, final)
-    except OSError:
-        os.rename(aside, final)
-        raise
-    shutil.rmtree(aside, ignore_errors=True)
+    while tmp.exists():
+        with suppress(FileNotFoundError):  # it is new, or another process is exchanging it, too
+            os.rename(final, aside)
+        try:
+            os.rename(tmp, final)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+        finally:
+            if aside.exists() and not final.exists():
+                os.rename(aside, final)
+            shutil.rmtree(aside, ignore_errors=True)
+    _fsync(final.parent)
+
+
+def _fsync_all(folder: Path) -> None:
+    for path in [*folder.rglob("*"), folder]:
+        _fsync(path)
 
 
 def _fsync(path: Path) -> None:

@@ -23,3 +23,7 @@ class ProgramError(NpumoeError):
 
 class DeviceError(NpumoeError):
     """A device cannot load or run a program; the engine answers by running the experts locally."""
+
+
+class InputError(DeviceError):
+    """The rows given to a device were not finite: no fault of the device."""

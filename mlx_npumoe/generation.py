@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import threading
 from collections.abc import Generator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -112,16 +111,38 @@ def stream_generate(
 
 def batch_generate(model: nn.Module, tokenizer: Any, prompts: list[list[int]], *args: Any, **kwargs: Any) -> Any:
     """As `mlx_lm.batch_generate`. Padding of shorter prompts takes no device rows."""
-    with phase(generating=True), _padding_known():
+    with phase(generating=True), _padding_known:
         return mlx_lm.batch_generate(model, tokenizer, prompts, *args, **kwargs)
 
 
-@contextmanager
-def _padding_known() -> Generator[None, None, None]:
-    """Let mlx-lm's prompt batches tell the phase which rows of a chunk are padding."""
-    loops: Any = importlib.import_module("mlx_lm.generate")  # the package's attribute of that name is the function
+class _PaddingKnown:
+    """While any thread runs a batch of ours, mlx-lm's prompt batches tell the phase which rows are padding."""
 
-    class PaddedPromptBatch(loops.PromptProcessingBatch):
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._users = 0
+        self._stock: Any = None
+
+    def __enter__(self) -> None:
+        loops: Any = importlib.import_module("mlx_lm.generate")  # the package's attribute of that name is a function
+        with self._lock:
+            if self._users == 0:
+                self._stock = loops.PromptProcessingBatch
+                loops.PromptProcessingBatch = _padded(self._stock)
+            self._users += 1
+
+    def __exit__(self, *exc: object) -> None:
+        with self._lock:
+            self._users -= 1
+            if self._users == 0:
+                importlib.import_module("mlx_lm.generate").PromptProcessingBatch = self._stock
+
+
+_padding_known = _PaddingKnown()
+
+
+def _padded(stock: Any) -> type:
+    class PaddedPromptBatch(stock):  # type: ignore[misc]
         """mlx-lm's prompt batch, running its model under a padding mask."""
 
         def prompt(self, tokens: list[list[int]]) -> None:
@@ -132,8 +153,7 @@ def _padding_known() -> Generator[None, None, None]:
             finally:
                 self.model = model
 
-    with patch.object(loops, "PromptProcessingBatch", PaddedPromptBatch):
-        yield
+    return PaddedPromptBatch
 
 
 class _MaskedCalls:

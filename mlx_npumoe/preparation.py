@@ -254,7 +254,9 @@ def prepare(
             raise PreparedError(
                 f"The {what} was made from a model with other experts than {path_or_repo}; make a new one."
             )
-    if plan is None:
+    if plan is not None:
+        _require_fit(plan, profile, tensors)
+    else:
         plan = plan_for(
             profile,
             [w.site for w in tensors],
@@ -318,6 +320,8 @@ def check_programs(
     """
     profile = RoutingProfile.load(prepared.folder / PROFILE)
     _, tensors = site_weights(path_or_repo or prepared.model)
+    if {w.site.path for w in tensors} != set(prepared.sites):
+        raise PreparedError(f"{path_or_repo or prepared.model} has other expert layers than {prepared.folder}.")
     rows: list[dict[str, Any]] = []
     with Progress("Checking programs", len(tensors), "layers", show=progress) as bar:
         for weights in tensors:
@@ -412,8 +416,23 @@ def _read_documents(text: Sequence[str | Path] | None) -> tuple[list[str], str]:
     return documents, ", ".join(Path(f).name for f in text)
 
 
+def _require_fit(plan: Plan, profile: RoutingProfile, tensors: Sequence[ExpertWeights]) -> None:
+    """Raises PreparedError where a plan or profile does not speak of this model's layers."""
+    sites = {w.site.path: w.site for w in tensors}
+    for planned in plan.sites:
+        site = sites.get(planned.path)
+        if site is None or planned.experts != site.experts or max(planned.hot, default=0) >= site.experts:
+            raise PreparedError(f"The plan's {planned.path} is not a layer of this model; make a new plan.")
+        seen = profile.sites.get(planned.path)
+        if planned.spec is not None and (seen is None or not len(seen.rows)):
+            raise PreparedError(f"The routing profile has no rows of {planned.path}; calibrate this model.")
+
+
 def _free_to_write(out: Path) -> Path:
-    """`out` itself if it is new, empty or a Prepared folder."""
+    """The folder `out` names if it is new, empty or a Prepared folder; links are followed."""
+    out = out.resolve()
+    if out == Path.cwd() or out.parent == out:
+        raise UsageError("out is the current folder or a root; give the name of a new folder.")
     if out.exists() and not (out.is_dir() and (not any(out.iterdir()) or (out / MANIFEST).is_file())):
         raise UsageError(f"{out} exists and is no Prepared folder; give another --out.")
-    return out.absolute()
+    return out

@@ -69,7 +69,13 @@ class Prepared:
         manifest = _read_manifest(folder)
         files = {name: manifest.record("files").record(name) for name in manifest.record("files").names()}
         for name, facts in files.items():
-            _check_file(folder, name, facts, verify)
+            try:
+                _check_file(folder, name, facts, verify)
+            except (OSError, ValueError) as e:
+                manifest.fail(f"'files' names something that is no file's name ({e})")
+        extra = {p.relative_to(folder).as_posix() for p in folder.rglob("*") if not p.is_dir()} - {MANIFEST, *files}
+        if extra:
+            manifest.fail(f"'files' does not list {min(extra)}, which is in the folder")
         for required in (PLAN, PROFILE):
             if required not in files:
                 manifest.fail(f"'files' does not list {required}")
@@ -98,19 +104,25 @@ class Prepared:
 
         Normally that is the folder of the model's fingerprint; with an adapter or a changed layer, the base model's.
         """
-        best, most = None, 0
+        fitting: list[tuple[int, Path]] = []
         for folder in cached_folders():
             try:
                 manifest = _read_manifest(folder)
-                fitting = 0
                 if manifest.text("model_type") == getattr(model, "model_type", None):
                     entries = _sites(manifest)
-                    fitting = sum(s.path in entries and _matches(entries[s.path], s, m) for s, m in sites.items())
+                    n = sum(s.path in entries and _matches(entries[s.path], s, m) for s, m in sites.items())
+                    fitting += [(n, folder)] if n else []
             except PreparedError:
                 continue
-            if fitting > most:
-                best, most = folder, fitting
-        return None if best is None else cls.open(best)
+        damaged: PreparedError | None = None
+        for _, folder in sorted(fitting, key=lambda pair: -pair[0]):
+            try:
+                return cls.open(folder)
+            except PreparedError as e:
+                damaged = damaged or e
+        if damaged is not None:
+            raise damaged
+        return None
 
     def require_model(self, sites: Mapping[ExpertSite, nn.Module], name: str) -> None:
         """Raises PreparedError unless at least one site is what was prepared."""

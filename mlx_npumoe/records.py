@@ -61,9 +61,12 @@ class Record:
             self.fail(f"{key!r} is {_shown(value)} but should be one of {', '.join(choices)}")
         return value
 
-    def integer(self, key: str, least: int = 0) -> int:
-        """An integer of at least `least`."""
-        return self._integer(self.get(key), repr(key), least)
+    def integer(self, key: str, least: int = 0, most: int | None = None) -> int:
+        """An integer of at least `least` and at most `most`."""
+        value = self._integer(self.get(key), repr(key), least)
+        if most is not None and value > most:
+            self.fail(f"{key!r} should be at most {most}, not {value}")
+        return value
 
     def number(self, key: str, least: float | None = 0.0, *, above: bool = False) -> float:
         """A finite number of at least `least`, or above it."""

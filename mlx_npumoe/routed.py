@@ -8,15 +8,28 @@ from __future__ import annotations
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_flatten
 
 from . import phase
 from .calibration import Recorder
-from .errors import DeviceError
+from .errors import DeviceError, InputError
 from .executors.device import DeviceExecutor
 from .executors.local import LocalExecutor
 from .report import LayerCounters
 from .routing import assign, combine, pack
 from .weights import Seal
+
+_OWN = (
+    "_stock",
+    "_stock_class",
+    "_evaluated_in_prefill",
+    "_local",
+    "_device",
+    "_recorder",
+    "_counters",
+    "_seal",
+    "_float32",
+)
 
 
 class RoutedExperts(nn.Module):
@@ -42,10 +55,12 @@ class RoutedExperts(nn.Module):
         self._recorder: Recorder | None = None
         self._counters = LayerCounters()
         self._seal: Seal | None = None
+        self._float32 = False
 
     def use(self, device: DeviceExecutor) -> None:
         """Send hot experts to `device`, for as long as nobody touches their weights."""
         self._seal = Seal(self)
+        self._float32 = any(a.dtype == mx.float32 for _, a in tree_flatten(self.parameters()))
         self._device = device
 
     def changed(self) -> bool:
@@ -56,7 +71,7 @@ class RoutedExperts(nn.Module):
         """The stock module, holding whatever children this one holds now."""
         dict.clear(self._stock)
         dict.update(self._stock, self)
-        self._stock._training = self._training
+        self._stock.__dict__.update((k, v) for k, v in self.__dict__.items() if k not in _OWN)
         return self._stock
 
     def __call__(self, x: mx.array, indices: mx.array) -> mx.array:
@@ -81,6 +96,10 @@ class RoutedExperts(nn.Module):
             pieces.append(self._tried(device, x[at], indices[at], None if valid is None else valid[at]))
         return pieces[0] if len(pieces) == 1 else mx.concatenate(pieces)
 
+    def _rows_as(self, x: mx.array) -> mx.Dtype:
+        """The type stock returns rows of `x` in: float32 experts widen half precision."""
+        return mx.float32 if self._float32 else x.dtype
+
     def _tried(self, device: DeviceExecutor, x: mx.array, indices: mx.array, valid: mx.array | None) -> mx.array:
         if device.wants(len(x)):
             try:
@@ -91,7 +110,8 @@ class RoutedExperts(nn.Module):
                 pass
             except DeviceError as e:
                 self._counters.fallbacks += 1
-                device.breaker.failure(str(e))
+                if not isinstance(e, InputError):
+                    device.breaker.failure(str(e))
         return self._local.whole(self, x, indices)
 
     def _piece(self, device: DeviceExecutor, x: mx.array, indices: mx.array, valid: mx.array | None) -> mx.array:
@@ -107,7 +127,7 @@ class RoutedExperts(nn.Module):
             local = self._local.rows(self, x, assignment.local_token[:n_local], assignment.local_expert[:n_local])
             mx.async_eval(local)
         outputs = device.join(ticket, self._counters)
-        out = combine(outputs, local, assignment, table, (*indices.shape, x.shape[-1]), x.dtype)
+        out = combine(outputs, local, assignment, table, (*indices.shape, x.shape[-1]), self._rows_as(x))
         mx.async_eval(out)
         ticket.lease.retire(out)
         self._counters.spilled += spilled
@@ -120,11 +140,12 @@ class _Traced(Exception):
 
 def _evaluate(*arrays: object) -> None:
     try:
-        mx.eval(*arrays)
+        mx.async_eval(*arrays)  # refused by every transformation, where eval passes under a gradient
     except (RuntimeError, ValueError) as e:
-        if "transformations" in str(e):
+        if "transformation" in str(e):
             raise _Traced from e
         raise
+    mx.eval(*arrays)
 
 
 def _decoding(indices: mx.array) -> bool:

@@ -6,17 +6,19 @@ An engine belongs to one model object. It never changes a parameter; after `clos
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import mlx.nn as nn
 
+from .converters.package import stored_spec
 from .devices import open_device, resolve
 from .devices.base import ExpertDevice
 from .devices.health import Breaker
 from .devices.residency import Residency
-from .errors import DeviceError, ModelError, UsageError
+from .errors import DeviceError, ModelError, PreparedError, UsageError
 from .executors.device import DeviceExecutor
 from .fingerprint import loaded_hash
 from .prepared import Prepared
@@ -40,6 +42,7 @@ class Engine:
         self.model = model
         self.name = name
         self.device: ExpertDevice | None = None
+        self._release: Callable[[], object] = lambda: None
         self._weights: str | None = None
         self._residency: Residency | None = None
         last = last_cached_layer(model)
@@ -83,6 +86,11 @@ class Engine:
         plan = prepared.plan.site(site.path)
         if plan is None or plan.spec is None or entry.program is None:
             return plan.reason if plan is not None and plan.reason else "the plan keeps this layer local"
+        if stored_spec(prepared.folder / entry.program) != plan.spec.to_dict() or plan.experts != site.experts:
+            raise PreparedError(
+                f"{prepared.folder / entry.program} computes something else than the plan beside it says; run "
+                "mlx_npumoe.prepare again."
+            )
         try:
             loaded = self._residency.admit(prepared.folder / entry.program, plan.spec, entry.program_bytes)
         except DeviceError as e:
@@ -124,7 +132,9 @@ class Engine:
     def close(self) -> None:
         """Detach the model and release the device. Safe to call twice."""
         if engine(self.model) is self:
-            swap(self.model, {site.path: stand_in.unwrapped() for site, stand_in in self.stand_ins.items()})
+            now = {site.path: module for site, module in find_sites(self.model).items()}
+            ours = {site.path: s for site, s in self.stand_ins.items() if now.get(site.path) is s}
+            swap(self.model, {path: stand_in.unwrapped() for path, stand_in in ours.items()})
             del self.model._npumoe_engine
         if self.device is not None:
             for stand_in in self.stand_ins.values():
@@ -187,6 +197,10 @@ def attach(
         prepared = Prepared.open(prepared)
     if isinstance(device, str):
         resolve(device)
+    elif not hasattr(device, "submit"):
+        raise UsageError(f"device={device!r} is neither a device's name nor a device.")
+    if not isinstance(prepared, Prepared | str | Path):
+        raise UsageError(f"prepared={prepared!r} is neither a Prepared nor a folder.")
     name = str(getattr(model, "_npumoe_name", None) or getattr(model, "model_type", "model"))
     made = Engine(model, name)
     try:

@@ -84,7 +84,7 @@ def _read_index(file: Path) -> dict[str, _Entry]:
 
 
 class Seal:
-    """Remembers which arrays a module holds and where they lie, to notice any later change, in place or not.
+    """Remembers a site's activation, arrays and where they lie, to notice any later change, in place or not.
 
     A second reference to each buffer keeps MLX from writing into it, so that an update moves the data.
     """
@@ -93,10 +93,13 @@ class Seal:
         self._held = [(array, array[...]) for array in _arrays(module)]
         mx.eval([shadow for _, shadow in self._held])
         self._places = [_address(shadow) for _, shadow in self._held]
+        self._activation = module.activation
 
     def broken(self, module: nn.Module) -> bool:
         """Whether an array was added, taken away, exchanged or written since."""
         now = _arrays(module)
+        if module.activation is not self._activation:
+            return True
         return len(now) != len(self._held) or any(
             array is not held or _address(array) != place
             for array, (held, _), place in zip(now, self._held, self._places, strict=True)
@@ -211,6 +214,8 @@ class ExpertWeights:
         weight = parts["weight"]
         if "scales" in parts:
             q = self.module[projection]
+            if q.mode == "affine":  # half-precision scales would round the weights to their own type
+                parts.update((name, parts[name].astype(mx.float32)) for name in ("scales", "biases"))
             weight = mx.dequantize(
                 weight, parts["scales"], parts.get("biases"), group_size=q.group_size, bits=q.bits, mode=q.mode
             )

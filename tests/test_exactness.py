@@ -78,6 +78,23 @@ def test_chunks_that_spill_stay_exact(
     assert totals.rows + totals.spilled == 3 * 700 * TOP_K
 
 
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_half_precision_scales_are_not_rounded_again(
+    dtype: mx.Dtype, bits: int, tmp_path: Path, replay_router: Callable[..., Run]
+) -> None:
+    folder = tiny_models.save(
+        tiny_models.build("mixtral", quantize=bits), tmp_path / "m", "mixtral", quantize=bits, dtype=dtype
+    )
+    prepared = prepare_all_hot(folder, tmp_path / "p")
+    model, _ = mlx_npumoe.load(str(folder), prepared=None)
+    x, router = tokens(200), tiny_models.ROUTERS["mixtral"]
+    stock = replay_router(model, lambda: model(x), router)
+    with mlx_npumoe.attach(model, prepared):
+        replayed = replay_router(model, lambda: model(x), router, stock)
+    assert per_token_error(replayed.logits, stock.logits).max() < 2e-3
+
+
 @pytest.mark.parametrize("family", tiny_models.FAMILIES)
 def test_int8_programs_stay_near(family: str, tiny: Maker, replay_router: Callable[..., Run]) -> None:
     made = tiny(family, weights="int8")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from collections.abc import Callable
@@ -14,7 +15,7 @@ import pytest
 
 import mlx_npumoe
 import tiny_models
-from mlx_npumoe import loading, preparation
+from mlx_npumoe import cache, loading, preparation
 from mlx_npumoe.calibration import BLOCK, RoutingProfile, SiteProfile, sequences, up_shift
 from mlx_npumoe.errors import PreparedError, UsageError
 from mlx_npumoe.prepared import MANIFEST, PLAN, PROFILE, Prepared
@@ -55,6 +56,11 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "no dtypes": (lambda f: _edit(f, lambda m: m["sites"][0].update(dtypes=None)), "dtypes"),
     "bytes that are text": (lambda f: _edit(f, lambda m: m["sites"][0].update(program_bytes="x")), "program_bytes"),
     "model that is a number": (lambda f: _edit(f, lambda m: m.update(model=7)), "'model'"),
+    "a file nobody listed": (lambda f: (f / "programs" / "extra").write_text("x"), "does not list"),
+    "a name no file can have": (
+        lambda f: _edit(f, lambda m: m["files"].update({"a" * 5000: {"sha256": "x", "bytes": 0}})),
+        "no file's name",
+    ),
     "programs exchanged": (lambda f: _edit(f, _exchange_programs), "is not the program of"),
     "files without hashes": (lambda f: _edit(f, lambda m: m.update(files={})), "does not list"),
     "program bit flipped": (lambda f: _flip(_weights(f)), "hash does not match"),
@@ -244,6 +250,86 @@ def test_the_largest_row_is_among_those_a_program_is_compared_on() -> None:
     chosen = np.zeros((64, 2), np.int32)
     assert _rows_of(0, rows, chosen, 32)[0, 0] == 63 and len(_rows_of(0, rows, chosen, 32)) == 16
     assert len(_rows_of(5, rows, chosen, 8)) == 8
+
+
+def _rewrite_plan(folder: Path, change: Callable[[dict], None]) -> None:
+    """Edit the plan and its hash in the manifest, as somebody who knows both would."""
+    plan = json.loads((folder / PLAN).read_text())
+    change(plan)
+    (folder / PLAN).write_text(json.dumps(plan))
+    digest = hashlib.sha256((folder / PLAN).read_bytes()).hexdigest()
+    facts = {"sha256": digest, "bytes": (folder / PLAN).stat().st_size}
+    _edit(folder, lambda m: m["files"].update({PLAN: facts}))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda s: s["groups"][0]["experts"].reverse(),
+        lambda s: s.update(up_shift=3),
+        lambda s: s.update(up_shift=2000),
+        lambda s: s["groups"][0].update(experts=[0, 77]),
+    ],
+    ids=["order", "shift", "huge shift", "expert 77"],
+)
+def test_a_plan_that_does_not_fit_its_programs_is_refused(
+    change: Callable[[dict], None], tiny: Maker, tmp_path: Path
+) -> None:
+    made = tiny("qwen3_moe")
+    folder = shutil.copytree(made.prepared.folder, tmp_path / "copy")
+
+    def edit(plan: dict) -> None:
+        change(next(s for s in plan["sites"] if len(s["groups"][0]["experts"]) > 1))
+
+    _rewrite_plan(folder, edit)
+    with pytest.raises(PreparedError):
+        mlx_npumoe.attach(made.model, folder)
+    assert mlx_npumoe.engine(made.model) is None
+
+
+def test_an_interrupted_replacement_keeps_the_old_folder(
+    tiny: Maker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = tiny("mixtral")
+    out = tmp_path / "out"
+    shutil.copytree(made.prepared.folder, out)
+    synced = cache._fsync
+
+    def interrupted(path: Path) -> None:
+        if path.name == PLAN:
+            raise KeyboardInterrupt
+        synced(path)
+
+    monkeypatch.setattr(cache, "_fsync", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        preparation.prepare(str(made.folder), profile=out / PROFILE, plan=made.prepared.plan, out=out, progress=False)
+    assert Prepared.open(out).fingerprint == made.prepared.fingerprint
+    assert [p.name for p in tmp_path.iterdir() if p.name != "cache"] == ["out"]
+
+
+def test_programs_of_another_model_are_not_checked_silently(tiny: Maker) -> None:
+    with pytest.raises(PreparedError, match="other expert layers"):
+        preparation.check_programs(tiny("qwen3_moe").prepared, str(tiny("mixtral").folder), progress=False)
+
+
+def test_a_plan_or_profile_without_the_models_layers_is_refused(tiny: Maker, tmp_path: Path) -> None:
+    made = tiny("mixtral")
+    profile = RoutingProfile.load(made.prepared.folder / PROFILE)
+    del profile.sites[made.prepared.plan.sites[1].path]
+    with pytest.raises(PreparedError, match="no rows of"):
+        preparation.prepare(str(made.folder), profile=profile, plan=made.prepared.plan, out=tmp_path / "o")
+    renamed = replace(made.prepared.plan, sites=tuple(replace(s, path="x") for s in made.prepared.plan.sites[:1]))
+    with pytest.raises(PreparedError, match="not a layer"):
+        preparation.prepare(str(made.folder), profile=made.prepared.folder / PROFILE, plan=renamed, out=tmp_path / "o")
+
+
+def test_a_sound_folder_is_found_beside_a_damaged_one(tiny: Maker, private_cache: Path) -> None:
+    made = tiny("mixtral")
+    (private_cache / "prepared").mkdir(parents=True)
+    _flip(_weights(shutil.copytree(made.prepared.folder, private_cache / "prepared" / "a")))
+    shutil.copytree(made.prepared.folder, private_cache / "prepared" / "b")
+    found = Prepared.find(made.model, find_sites(made.model))
+    assert found is not None and found.folder.name == "b"
 
 
 def test_out_is_never_an_unrelated_folder(tiny: Maker, tmp_path: Path) -> None:

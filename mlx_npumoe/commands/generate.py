@@ -17,7 +17,7 @@ from typing import Any
 from unittest.mock import patch
 
 from ..devices import DEVICES
-from ..errors import ModelError, UsageError
+from ..errors import ModelError, NpumoeError, UsageError
 from ..progress import note
 from . import add_common, parse, require_parent, write_text
 
@@ -60,8 +60,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     ):
         try:
             loops.main()
-        except (ValueError, KeyError, IndexError, RuntimeError, OSError) as e:
-            raise ModelError(f"mlx-lm cannot do this: {e}") from e
+        except (NpumoeError, BrokenPipeError):
+            raise
+        except Exception as e:  # whatever mlx-lm, a tokenizer or a template finds wrong
+            reason = " ".join(str(e).split()) or type(e).__name__
+            raise ModelError(f"mlx-lm cannot do this: {reason}") from e
     session.finish()
     return 0
 

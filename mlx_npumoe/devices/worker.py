@@ -80,6 +80,8 @@ class Team(Generic[S]):
 
     def __init__(self, states: Sequence[S], name: str) -> None:
         self.states = list(states)
+        self._lock = threading.Lock()
+        self._closed = False
         self._inboxes: list[queue.SimpleQueue[_Round[S] | None]] = []
         for i, state in enumerate(self.states[1:], 1):
             inbox: queue.SimpleQueue[_Round[S] | None] = queue.SimpleQueue()
@@ -90,8 +92,11 @@ class Team(Generic[S]):
         """Run all tasks, longest first if so ordered, and return when all are done. Raises the first error met."""
         helpers = self._inboxes[: max(0, len(tasks) - 1)]
         work = _Round(deque(tasks), len(helpers))
-        for inbox in helpers:
-            inbox.put(work)
+        with self._lock:
+            if self._closed:
+                raise DeviceError("the device is closed")
+            for inbox in helpers:
+                inbox.put(work)
         work.take_part(self.states[0])
         for _ in helpers:
             work.done.acquire()
@@ -99,9 +104,11 @@ class Team(Generic[S]):
             raise work.errors[0]
 
     def close(self) -> None:
-        """End the helpers."""
-        for inbox in self._inboxes:
-            inbox.put(None)
+        """End the helpers after the round they are at."""
+        with self._lock:
+            self._closed = True
+            for inbox in self._inboxes:
+                inbox.put(None)
 
 
 class _Round(Generic[S]):

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
-from ..devices.base import ExpertDevice, Lease, LoadedProgram
+from ..devices.base import ExpertDevice, Lease, LoadedProgram, Surface
 from ..devices.health import Breaker, finite
-from ..errors import DeviceError
+from ..errors import DeviceError, InputError
 from ..report import LayerCounters
 from ..routing import SlotTable
 
@@ -76,12 +76,19 @@ class DeviceExecutor:
             counters.join_wait_s += time.perf_counter() - start
         counters.device_s += lease.device_s
         spec = self.table.spec
-        for group, surface in zip(spec.groups, lease.outputs, strict=True):
-            if not finite(surface.host, spec.hidden, [int(ticket.accepted[e]) for e in group.experts]):
-                lease.retire()
-                raise DeviceError(f"the {self._device.name} device returned numbers that are not finite")
+        real = [[int(ticket.accepted[e]) for e in group.experts] for group in spec.groups]
+        if not _all_finite(lease.outputs, spec.hidden, real):
+            sound = _all_finite(lease.inputs, spec.hidden, real)
+            lease.retire()
+            if not sound:
+                raise InputError("rows of the model are not finite in float16")
+            raise DeviceError(f"the {self._device.name} device returned numbers that are not finite")
         rows = int(ticket.accepted.sum())
         counters.launches += 1
         counters.rows += rows
         counters.pads += spec.rows - rows
         return [surface.array for surface in lease.outputs]
+
+
+def _all_finite(surfaces: Sequence[Surface], hidden: int, rows: Sequence[Sequence[int]]) -> bool:
+    return all(finite(surface.host, hidden, n) for surface, n in zip(surfaces, rows, strict=True))

@@ -309,7 +309,7 @@ def _spec(record: Record, plan: Plan, experts: int) -> ProgramSpec:
         weights=cast(WeightFormat, record.text("weights", [plan.weights])),
         layout=record.text("layout", [plan.layout]),
         body=record.text("body", [plan.body]),
-        up_shift=record.integer("up_shift"),
+        up_shift=record.integer("up_shift", most=30),
     )
     most = group_size(spec.hidden, plan.limits)
     for group in groups:
