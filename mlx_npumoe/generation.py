@@ -122,27 +122,27 @@ class _PaddingKnown:
         self._lock = threading.Lock()
         self._users = 0
         self._stock: Any = None
+        self._loops: Any = importlib.import_module("mlx_lm.generate")  # the package's attribute of that name differs
 
     def __enter__(self) -> None:
-        loops: Any = importlib.import_module("mlx_lm.generate")  # the package's attribute of that name is a function
         with self._lock:
             if self._users == 0:
-                self._stock = loops.PromptProcessingBatch
-                loops.PromptProcessingBatch = _padded(self._stock)
+                self._stock = self._loops.PromptProcessingBatch
+                self._loops.PromptProcessingBatch = _padded(self._stock)
             self._users += 1
 
     def __exit__(self, *exc: object) -> None:
         with self._lock:
             self._users -= 1
             if self._users == 0:
-                importlib.import_module("mlx_lm.generate").PromptProcessingBatch = self._stock
+                self._loops.PromptProcessingBatch = self._stock
 
 
 _padding_known = _PaddingKnown()
 
 
 def _padded(stock: Any) -> type:
-    class PaddedPromptBatch(stock):  # type: ignore[misc]
+    class PaddedPromptBatch(stock):
         """mlx-lm's prompt batch, running its model under a padding mask."""
 
         def prompt(self, tokens: list[list[int]]) -> None:

@@ -279,7 +279,7 @@ def test_a_plan_that_does_not_fit_its_programs_is_refused(
     folder = shutil.copytree(made.prepared.folder, tmp_path / "copy")
 
     def edit(plan: dict) -> None:
-        change(next(s for s in plan["sites"] if len(s["groups"][0]["experts"]) > 1))
+        change(next(s["program"] for s in plan["sites"] if len(s["program"]["groups"][0]["experts"]) > 1))
 
     _rewrite_plan(folder, edit)
     with pytest.raises(PreparedError):
