@@ -45,7 +45,7 @@ bench: $(DEMO)
 	$(BIN)/python -m mlx_npumoe.benchmarks.decode
 
 soak-quality: $(DEMO)
-	$(BIN)/python -m pytest -m soak tests/test_quality.py
+	$(BIN)/python -m pytest -s -m soak tests/test_quality.py
 
 clean:
 	rm -rf $(VENV) build *.egg-info
