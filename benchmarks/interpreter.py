@@ -3,8 +3,8 @@
     python -m mlx_npumoe.benchmarks.interpreter [--quick] [--mlx-busy] [--json]
 
 A layer of 2048 -> 768 with 128 experts and top-8 gives an expert 32 rows of 512 tokens and 128 rows of 2048 on
-average. Measured are 16 hot experts of it in two groups, with capacities at and at twice that mean: all 128 would
-only take more memory. The loop computes the same rows with the same weights in float32: per expert `x @ gate.T`,
+average. Measured are 16 hot experts of it in two groups, with capacities at and at twice that mean; `--experts 128`
+takes them all (10 GB of memory). The loop computes the same rows with the same weights in float32: per expert `x @ gate.T`,
 `x @ up.T`, `silu * up`, `@ down.T` on contiguous rows. The device is timed from submit to join; the two take turns.
 """
 
@@ -60,11 +60,14 @@ def random_expert(seed: int) -> ExpertMatrices:
     return ExpertMatrices(draw(WIDTH, HIDDEN), draw(WIDTH, HIDDEN), draw(HIDDEN, WIDTH))
 
 
-def layer_spec(tokens: int) -> ProgramSpec:
-    """Two groups of hot experts at the mean load and at twice the mean."""
+def layer_spec(tokens: int, experts: int) -> ProgramSpec:
+    """Groups of hot experts, half of them at the mean load and half at twice the mean."""
     mean = tokens * TOP_K // EXPERTS
-    groups = (Group(tuple(range(GROUP)), 2 * mean), Group(tuple(range(GROUP, 2 * GROUP)), mean))
-    return ProgramSpec(HIDDEN, WIDTH, groups, weights="fp16")
+    groups = [
+        Group(tuple(range(first, first + GROUP)), mean if first >= experts // 2 else 2 * mean)
+        for first in range(0, experts, GROUP)
+    ]
+    return ProgramSpec(HIDDEN, WIDTH, tuple(groups), weights="fp16")
 
 
 def sorted_loop(x: np.ndarray, experts: list[ExpertMatrices], capacities: tuple[int, ...]) -> np.ndarray:
@@ -163,29 +166,34 @@ def setup_arg_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="few repetitions")
     parser.add_argument("--mlx-busy", action="store_true", help="also with MLX working on another thread")
+    parser.add_argument("--experts", type=int, default=2 * GROUP, help="hot experts, a multiple of 16 (default 16)")
     parser.add_argument("--pairs", type=int, help="pairs of runs for each line (default 15, quick 5)")
     parser.add_argument("--json", action="store_true", help="print the results as JSON")
     return parser
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Measure and print."""
-    args = setup_arg_parser().parse_args(argv)
+def main(argv: list[str] | None = None) -> int:
+    """Measure and print; exit code 1 where a line with MLX idle is under what is required."""
+    parser = setup_arg_parser()
+    args = parser.parse_args(argv)
+    if args.experts < 2 * GROUP or args.experts % (2 * GROUP) or args.experts > EXPERTS:
+        parser.error(f"--experts {args.experts} is not a multiple of {2 * GROUP} up to {EXPERTS}")
     pairs = args.pairs or (5 if args.quick else 15)
     results = []
     with tempfile.TemporaryDirectory() as folder:
         for tokens in (512, 2048):
-            spec = layer_spec(tokens)
+            spec = layer_spec(tokens, args.experts)
             package = write_package(
                 build_program(spec, random_expert), Path(folder) / f"{tokens}.mlpackage", release=True
             )
             for threads in (1, 2):
                 for mlx_busy in (False, True) if args.mlx_busy else (False,):
                     results.append(measure(package, spec, tokens, threads, pairs, mlx_busy))
+    enough = all(r.speed >= REQUIRED for r in results if not r.mlx_busy)
     if args.json:
         print(json.dumps({"required": REQUIRED, "results": [asdict(r) for r in results]}, indent=2))
-        return
-    print(f"D={HIDDEN} F={WIDTH}, {2 * GROUP} hot experts of {EXPERTS}, fp16, {pairs} pairs; speed = loop / device")
+        return int(not enough)
+    print(f"D={HIDDEN} F={WIDTH}, {args.experts} hot experts of {EXPERTS}, fp16, {pairs} pairs; speed = loop / device")
     print("tokens threads  MLX    rows  loop us/row  device us/row  device GFLOP/s  speed (lower quartile)")
     for r in results:
         verdict = "ok" if r.speed >= REQUIRED else f"under {REQUIRED}"
@@ -193,7 +201,8 @@ def main(argv: list[str] | None = None) -> None:
             f"{r.tokens:6} {r.threads:7}  {'busy' if r.mlx_busy else 'idle'} {r.rows:6} {r.loop_us_per_row:12.1f} "
             f"{r.device_us_per_row:14.1f} {r.device_gflops:15.1f}  {r.speed:5.2f} ({r.lowest:.2f})  {verdict}"
         )
+    return int(not enough)
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())
