@@ -3,8 +3,8 @@
     python -m mlx_npumoe.benchmarks.interpreter [--quick] [--mlx-busy] [--json]
 
 A layer of 2048 -> 768 with 128 experts and top-8 gives an expert 32 rows of 512 tokens and 128 rows of 2048 on
-average. Measured are 16 hot experts of it in two groups, with capacities at and at twice that mean; `--experts 128`
-takes them all (10 GB of memory). The loop computes the same rows with the same weights in float32: per expert `x @ gate.T`,
+average. Measured are 16 hot experts of it in two groups, with capacities at that mean and at twice it;
+`--experts 128` takes them all (10 GB of memory). The loop computes the same rows with the same weights in float32: per expert `x @ gate.T`,
 `x @ up.T`, `silu * up`, `@ down.T` on contiguous rows. The device is timed from submit to join; the two take turns.
 """
 
