@@ -1,6 +1,6 @@
 """Decode steps of an attached model against stock: interleaved pairs, ratio with a bootstrap interval.
 
-Run: python -m mlx_npumoe.benchmarks.decode [--pairs 30] [--json]. A random Qwen3-MoE of 8 layers is made for it; what
+Run: python -m mlx_npumoe.benchmarks.decode [--pairs 40] [--json]. A random Qwen3-MoE of 8 layers is made for it; what
 is measured is what our stand-ins add to mlx-lm's own decode graph.
 """
 
@@ -47,8 +47,8 @@ CONFIG: dict[str, Any] = {
 }
 
 
-def random_model(folder: Path) -> tuple[nn.Module, Prepared]:
-    """A random model written to `folder`, and what was prepared of it with every expert on the device."""
+def random_models(folder: Path) -> tuple[nn.Module, nn.Module, Prepared]:
+    """A random model written to `folder`, its twin, and what was prepared of it with every expert on the device."""
     from mlx_lm.models import qwen3_moe
 
     mx.random.seed(0)
@@ -68,37 +68,46 @@ def random_model(folder: Path) -> tuple[nn.Module, Prepared]:
         sites=record(model, [text], progress=False),
     )
     plan = plan_for(profile, [w.site for w in weights], chunk=512, hot="all", min_chunk=32)
-    return model, prepare(str(folder), profile=profile, plan=plan, out=folder / "prepared", progress=False)
+    twin = qwen3_moe.Model(qwen3_moe.ModelArgs.from_dict(CONFIG))
+    twin.eval()
+    twin.load_weights(tree_flatten(model.parameters()))  # the same arrays
+    return model, twin, prepare(str(folder), profile=profile, plan=plan, out=folder / "prepared", progress=False)
 
 
-def decode_seconds(model: nn.Module, steps: int, prompt: int = 32) -> float:
-    """Seconds a decode step takes, averaged over `steps`, each built and evaluated as mlx-lm does."""
-    from mlx_lm.models.cache import make_prompt_cache
+class Decoder:
+    """A model with a prompt in its cache, taking decode steps as mlx-lm does."""
 
-    cache = make_prompt_cache(model)
-    mx.eval(model(mx.arange(prompt - 1)[None], cache=cache))
-    token = mx.array([[1]])
-    start = time.perf_counter()
-    for _ in range(steps):
-        token = mx.argmax(model(token, cache=cache)[:, -1], axis=-1)[None]
-        mx.eval(token)
-    return (time.perf_counter() - start) / steps
+    def __init__(self, model: nn.Module, prompt: int = 32) -> None:
+        from mlx_lm.models.cache import make_prompt_cache
+
+        self.model = model
+        self.cache = make_prompt_cache(model)
+        mx.eval(model(mx.arange(prompt - 1)[None], cache=self.cache))
+        self.token = mx.array([[1]])
+
+    def step(self) -> float:
+        """Seconds of one step, built and evaluated."""
+        start = time.perf_counter()
+        self.token = mx.argmax(self.model(self.token, cache=self.cache)[:, -1], axis=-1)[None]
+        mx.eval(self.token)
+        return time.perf_counter() - start
 
 
 def measure(pairs: int, steps: int) -> dict[str, float]:
-    """Interleaved pairs, the order of a pair alternating: median ratio attached / stock and its 95 % interval."""
+    """Steps of both in turns, a pair being `steps` of each: median ratio attached / stock, bootstrap 95 % interval."""
     with tempfile.TemporaryDirectory() as folder:
-        model, prepared = random_model(Path(folder))
+        stock, twin, prepared = random_models(Path(folder))
         times: dict[bool, list[float]] = {False: [], True: []}
-        for pair in range(-2, pairs):
-            for attached in (False, True) if pair % 2 else (True, False):
-                if attached:
-                    with attach(model, prepared):
-                        seconds = decode_seconds(model, steps)
-                else:
-                    seconds = decode_seconds(model, steps)
+        with attach(twin, prepared):
+            decoders = {False: Decoder(stock), True: Decoder(twin)}
+            for pair in range(-2, pairs):  # the first two warm up
+                sums = {False: 0.0, True: 0.0}
+                for step in range(steps):
+                    for attached in (False, True) if step % 2 else (True, False):
+                        sums[attached] += decoders[attached].step()
                 if pair >= 0:
-                    times[attached].append(seconds)
+                    for attached, seconds in sums.items():
+                        times[attached].append(seconds / steps)
     ratios = np.array(times[True]) / np.array(times[False])
     draws = np.random.default_rng(0).choice(ratios, (10_000, len(ratios)))
     low, high = np.percentile(np.median(draws, axis=1), [2.5, 97.5])
@@ -116,7 +125,7 @@ def measure(pairs: int, steps: int) -> dict[str, float]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; exit code 1 where the interval lies above the limit."""
     parser = argparse.ArgumentParser(prog="mlx_npumoe.benchmarks.decode", description="Decode: attached against stock.")
-    parser.add_argument("--pairs", type=int, default=30)
+    parser.add_argument("--pairs", type=int, default=40)
     parser.add_argument("--steps", type=int, default=20, help="Decode steps a measurement.")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args(argv)

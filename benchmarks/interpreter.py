@@ -1,11 +1,12 @@
 """Is the interpreter an honest second unit? Its speed per computed row against a plain NumPy loop, in one run.
 
-    python -m mlx_npumoe.benchmarks.interpreter [--quick] [--mlx-busy] [--json]
+    python -m mlx_npumoe.benchmarks.interpreter [--quick] [--mlx-busy] [--experts 16] [--json]
 
 A layer of 2048 -> 768 with 128 experts and top-8 gives an expert 32 rows of 512 tokens and 128 rows of 2048 on
-average. Measured are 16 hot experts of it in two groups, with capacities at that mean and at twice it;
-`--experts 128` takes them all (10 GB of memory). The loop computes the same rows with the same weights in float32: per expert `x @ gate.T`,
-`x @ up.T`, `silu * up`, `@ down.T` on contiguous rows. The device is timed from submit to join; the two take turns.
+average. Measured are 16 hot experts of it in groups of 8, with capacities at that mean and at twice it;
+`--experts 128` takes them all (10 GB of memory). The loop computes the same rows with the same weights in float32:
+per expert `x @ gate.T`, `x @ up.T`, `silu * up`, `@ down.T` on contiguous rows. The device is timed from submit to
+join; the two take turns.
 """
 
 from __future__ import annotations
