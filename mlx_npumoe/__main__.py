@@ -17,6 +17,7 @@ COMMANDS = {
     "plan": "decide which experts go to the device, from a routing profile",
     "programs": "emit or check the Core ML programs of a plan",
     "inspect": "show a model's experts and what could move",
+    "manage": "list, verify and delete what is kept in the cache",
     "doctor": "show what works on this machine, what is off, and why",
 }
 
@@ -103,6 +104,11 @@ def programs() -> int:
 def inspect() -> int:
     """Console script `mlx_npumoe.inspect`."""
     return run("inspect")
+
+
+def manage() -> int:
+    """Console script `mlx_npumoe.manage`."""
+    return run("manage")
 
 
 def doctor() -> int:

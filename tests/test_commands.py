@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -154,6 +155,7 @@ USAGE = [
     ("programs", ["emit", "--model", "x"]),
     ("inspect", []),
     ("doctor", ["--heal"]),
+    ("manage", ["--burn"]),
 ]
 FAILURES = [
     ("generate", ["--model", "/nonexistent"], "No model at"),
@@ -198,12 +200,36 @@ def test_doctor_tries_each_thing(capsys: pytest.CaptureFixture[str], private_cac
     assert not private_cache.exists()
 
 
+def test_manage_lists_verifies_and_deletes(
+    tiny: Maker, private_cache: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code, out, _ = ask(capsys, "manage")
+    assert code == 0 and "empty" in out
+    root = private_cache / "prepared"
+    root.mkdir(parents=True)
+    for name, family in (("one", "mixtral"), ("two", "qwen3_moe")):
+        shutil.copytree(tiny(family).prepared.folder, root / name)
+    (root / ".two.123.tmp").mkdir()
+    code, out, _ = ask(capsys, "manage", "--scan")
+    assert code == 0 and [line.split()[0] for line in out.splitlines()] == ["leftover", "prepared", "prepared"]
+    assert ask(capsys, "manage", "--verify", "--pattern", "one")[0] == 0
+    next((root / "one").rglob("weight.bin")).write_bytes(b"x")
+    code, out, _ = ask(capsys, "manage", "--verify", "--pattern", "one", "--json")
+    assert code == 1 and "wrong size" in json.loads(out)["entries"][0]["fault"]
+    monkeypatch.setattr("builtins.input", lambda _: "no")
+    assert "Deleted 0 of 1" in ask(capsys, "manage", "--delete", "--pattern", "one")[1]
+    monkeypatch.setattr("builtins.input", lambda _: "y")
+    assert "Deleted 1 of 1" in ask(capsys, "manage", "--delete", "--pattern", "one")[1]
+    assert sorted(p.name for p in root.iterdir()) == [".two.123.tmp", "two"]
+    assert "Deleted 2 of 2" in ask(capsys, "manage", "--delete", "--pattern", "two", "--yes")[1]
+
+
 def test_the_list_of_commands() -> None:
     assert main(["--help"]) == 0 and main([]) == 2 and main(["fly"]) == 2
     assert main(["inspect", "--model", "/nonexistent"]) == 1
 
 
-@pytest.mark.parametrize("command", ["prepare", "calibrate", "plan", "programs", "inspect", "doctor"])
+@pytest.mark.parametrize("command", ["prepare", "calibrate", "plan", "programs", "inspect", "manage", "doctor"])
 def test_help_imports_nothing_heavy(command: str) -> None:
     code = (
         f"import sys; from mlx_npumoe.__main__ import main\ntry: main(['{command}', '--help'])\n"
@@ -212,7 +238,7 @@ def test_help_imports_nothing_heavy(command: str) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stderr.strip() == "[]"
-    assert len(COMMANDS) == 7
+    assert len(COMMANDS) == 8
 
 
 def test_an_interrupted_command_ends_quietly(tiny: Maker, tmp_path: Path) -> None:
