@@ -207,21 +207,21 @@ def test_manage_lists_verifies_and_deletes(
     assert code == 0 and "empty" in out
     root = private_cache / "prepared"
     root.mkdir(parents=True)
-    for name, family in (("one", "mixtral"), ("two", "qwen3_moe")):
+    for name, family in (("first", "mixtral"), ("second", "qwen3_moe")):
         shutil.copytree(tiny(family).prepared.folder, root / name)
-    (root / ".two.123.tmp").mkdir()
+    (root / ".second.123.tmp").mkdir()
     code, out, _ = ask(capsys, "manage", "--scan")
     assert code == 0 and [line.split()[0] for line in out.splitlines()] == ["leftover", "prepared", "prepared"]
-    assert ask(capsys, "manage", "--verify", "--pattern", "one")[0] == 0
-    next((root / "one").rglob("weight.bin")).write_bytes(b"x")
-    code, out, _ = ask(capsys, "manage", "--verify", "--pattern", "one", "--json")
+    assert ask(capsys, "manage", "--verify", "--pattern", "first")[0] == 0
+    next((root / "first").rglob("weight.bin")).write_bytes(b"x")
+    code, out, _ = ask(capsys, "manage", "--verify", "--pattern", "first", "--json")
     assert code == 1 and "wrong size" in json.loads(out)["entries"][0]["fault"]
     monkeypatch.setattr("builtins.input", lambda _: "no")
-    assert "Deleted 0 of 1" in ask(capsys, "manage", "--delete", "--pattern", "one")[1]
+    assert "Deleted 0 of 1" in ask(capsys, "manage", "--delete", "--pattern", "first")[1]
     monkeypatch.setattr("builtins.input", lambda _: "y")
-    assert "Deleted 1 of 1" in ask(capsys, "manage", "--delete", "--pattern", "one")[1]
-    assert sorted(p.name for p in root.iterdir()) == [".two.123.tmp", "two"]
-    assert "Deleted 2 of 2" in ask(capsys, "manage", "--delete", "--pattern", "two", "--yes")[1]
+    assert "Deleted 1 of 1" in ask(capsys, "manage", "--delete", "--pattern", "first")[1]
+    assert sorted(p.name for p in root.iterdir()) == [".second.123.tmp", "second"]
+    assert "Deleted 2 of 2" in ask(capsys, "manage", "--delete", "--pattern", "second", "--yes")[1]
 
 
 def test_the_list_of_commands() -> None:

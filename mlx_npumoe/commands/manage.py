@@ -37,9 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f'Nothing in the cache matches "{args.pattern}".' if args.pattern else "The cache is empty.")
     for e in entries:
         state = f"  {bad[e.path]}" if e.path in bad else "  sound" if args.verify else ""
-        print(
-            f"{e.kind:<9} {e.model or '?':<32} {e.nbytes / 1e6:>9.1f} MB {e.files:>5} files  {e.age:<15} {e.path}{state}"
-        )
+        size = f"{e.nbytes / 1e6:>9.1f} MB {e.files:>5} files"
+        print(f"{e.kind:<9} {e.model or '?':<32} {size}  {e.age:<15} {e.path}{state}")
     if args.delete:
         print(f"Deleted {len(gone)} of {len(entries)}.")
     return int(bool(bad))
