@@ -83,6 +83,8 @@ class Engine:
         plan = prepared.plan.site(site.path)
         if plan is None or plan.spec is None or entry.program is None:
             return plan.reason if plan is not None and plan.reason else "the plan keeps this layer local"
+        if plan.spec.activation != site.activation:
+            return f"the activation is {site.activation}, {plan.spec.activation} was prepared"
         try:
             loaded = self._residency.admit(prepared.folder / entry.program, plan.spec, entry.program_bytes)
         except DeviceError as e:

@@ -514,6 +514,12 @@ def router(model: nn.Module, site_path: str) -> tuple[nn.Module, str]:
     return _module(model, owner), name
 
 
+def parent(model: nn.Module, path: str) -> tuple[nn.Module, str]:
+    """The module that holds the one at `path`, and its name there."""
+    owner, _, name = path.rpartition(".")
+    return _module(model, owner), name
+
+
 def router_paths(model: nn.Module) -> dict[str, str]:
     """Each site's router, by paths, in layer order."""
     from mlx_npumoe.sites import find_sites

@@ -27,10 +27,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     sites = require_sites(model, args.model)
     rows = []
     for site, module in sites.items():
-        programs = {w: site.experts * expert_bytes(site.hidden, site.width, w) for w in WEIGHT_FORMATS}
+        programs = {
+            w: site.experts * expert_bytes(site.hidden, site.width, w, site.activation.matrices) for w in WEIGHT_FORMATS
+        }
         rows.append(
             {
                 **asdict(site),
+                "activation": str(site.activation),
                 "format": site.format,
                 "offloadable": site.local_reason is None,
                 "read_by_offset": ExpertWeights(site, module, checkpoint).by_offset,
