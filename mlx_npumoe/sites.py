@@ -12,7 +12,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
 
 from .activations import SILU, Activation
@@ -72,12 +74,31 @@ def swap(model: nn.Module, modules: Mapping[str, nn.Module]) -> None:
 
 
 def last_cached_layer(model: nn.Module) -> int:
-    """Number of the last layer that keeps a cache.
+    """Number of the last layer that may keep a cache.
 
     mlx-lm evaluates only the caches of a prefill chunk, so the experts of this layer and of later ones are never
-    computed there.
+    computed there. Models with fewer caches than layers share them (gemma4: later layers read earlier ones' keys) or
+    have layers without (nemotron_h: blocks of nothing but experts); where neither is seen, the last layer is named.
     """
-    return len(model.layers) - 1
+    from mlx_lm.models.cache import make_prompt_cache
+
+    layers = model.layers
+    caches = len(make_prompt_cache(model))
+    if caches == len(layers):
+        return len(layers) - 1
+    sources = next((set(m["previous_kvs"]) for m in model.modules() if "previous_kvs" in m), set())
+    if len(sources) == caches and sources:
+        return max(sources)
+    return max((i for i, layer in enumerate(layers) if not _only_experts(layer)), default=len(layers) - 1)
+
+
+def _only_experts(layer: nn.Module) -> bool:
+    """Whether every matrix of a layer lies in the block around its experts."""
+    sites = [path for path, module in layer.named_modules() if _kind(module) is not None]
+    blocks = {path.partition(".")[0] for path in sites if "." in path}
+    return bool(sites) and all(
+        value.ndim < 2 or path.partition(".")[0] in blocks for path, value in tree_flatten(layer.parameters())
+    )
 
 
 def projection_names(module: nn.Module) -> tuple[str, ...]:
@@ -167,12 +188,28 @@ _ACTIVATIONS: dict[str, Callable[[Any], Activation]] = {
 }
 
 
+def expressible(cls: Any) -> bool:
+    """Whether programs can express an activation of this class."""
+    return isinstance(cls, type) and f"{cls.__module__}.{cls.__qualname__}" in _ACTIVATIONS
+
+
 def _activation(module: nn.Module) -> Activation:
     """A site's activation by its type and attributes; one without a formula is called what its class is."""
     activation = module.activation
     cls = type(activation)
     known = _ACTIVATIONS.get(f"{cls.__module__}.{cls.__qualname__}")
     return known(activation) if known else Activation(str(getattr(activation, "__name__", cls.__name__)))
+
+
+def require_formula(module: nn.Module, activation: Activation) -> None:
+    """Raises ModelError where this mlx-lm's activation is not what our formula of that name computes."""
+    gate, up = (mx.array(np.linspace(-9, 9, 64) * scale, mx.float32) for scale in (1.0, -0.7))
+    wanted = module.activation(up, gate) if activation.gated else module.activation(up)
+    if not mx.allclose(activation.apply(mx, gate, up), wanted, rtol=1e-4, atol=1e-5).item():
+        raise ModelError(
+            f"{type(module.activation).__name__} of the installed mlx-lm computes something else than {activation}; "
+            "this layer stays local until mlx_npumoe is updated."
+        )
 
 
 def _local_reason(module: nn.Module) -> str | None:

@@ -33,7 +33,13 @@ class _Watched(nn.Module):
         out = self.inner(*args)
         self.__dict__["log"].append((args[0], args[-1], out))
         queue = self.__dict__["queue"]
-        return out if queue is None else queue.pop(0)
+        if queue is None:
+            return out
+        replayed = queue.pop(0)
+        tap = getattr(self.inner, "_pair_tap", None)
+        if tap is not None:
+            tap.tell(replayed)
+        return replayed
 
 
 @dataclass

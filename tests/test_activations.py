@@ -23,9 +23,9 @@ from mlx_npumoe.converters import activations as spelled
 from mlx_npumoe.converters import lint
 from mlx_npumoe.converters.builder import build_program
 from mlx_npumoe.devices.interpreter import InterpreterDevice
-from mlx_npumoe.errors import ProgramError
+from mlx_npumoe.errors import ModelError, ProgramError
 from mlx_npumoe.program import ExpertMatrices, ProgramSpec
-from mlx_npumoe.sites import find_sites
+from mlx_npumoe.sites import find_sites, require_formula
 
 KNOWN = {
     "silu": SwiGLU(),
@@ -72,6 +72,15 @@ def test_formulas_are_mlx_lms(name: str) -> None:
 def test_others_stay_local_with_their_name(activation: nn.Module, gated: bool) -> None:
     site = site_of(activation, gated=gated)
     assert site.local_reason == f"activation {site.activation} has no program form yet"
+
+
+def test_a_class_that_computes_something_else_is_noticed() -> None:
+    site = site_of(KNOWN["relu2"], gated=False)
+    module = SwitchMLP(8, 16, 2, activation=nn.ReLU2())
+    require_formula(module, site.activation)
+    module.activation = nn.GELU()
+    with pytest.raises(ModelError, match="something else than relu2"):
+        require_formula(module, site.activation)
 
 
 def test_two_tables_have_the_same_entries() -> None:

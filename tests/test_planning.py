@@ -412,6 +412,13 @@ def test_refused_sites_and_activations_stay_local_with_their_reason():
     assert plan.hot_sites == ()
 
 
+def test_values_near_the_limit_stay_local_where_the_activation_allows_no_shift():
+    relu2 = site_of([[50, 50]], 0, activation=Activation("relu2"), up_shift=2)
+    plan = plan_of([relu2, site_of([[50, 50]], 1, up_shift=2)], 64, INFINITELY_FAST)
+    assert "relu2 is not linear" in plan.sites[0].reason
+    assert plan.sites[1].spec.up_shift == 2
+
+
 def test_forced_hot_sets():
     loads = [[50, 0, 30, 40]]
     slow = profile_of(device_gflops=0.01, local_gflops=1000.0)
