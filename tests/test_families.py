@@ -35,6 +35,12 @@ def test_an_attached_family_is_stock_with_its_experts_on_the_device(name: str, t
     assert all(Activation.parse(a) for a in outcome.activations)
 
 
+@pytest.mark.parametrize("name", ["gpt_oss", "phixtral", "nemotron_h"])  # biases, biases without a gate, neither
+def test_quantised_experts_of_other_forms(name: str, tmp_path: Path) -> None:
+    outcome = run_family(name, tmp_path, bits=4)
+    assert outcome.error < 2e-3 and outcome.reasons == [None] * len(outcome.reasons)
+
+
 def test_every_file_with_switch_layers_is_here_or_has_its_reason() -> None:
     found = {family.name: family for family in find_families()}
     assert set(found) == set(families.switch_files())
