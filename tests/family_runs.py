@@ -128,10 +128,10 @@ Written by `make families` ({count} model types, mlx-lm {mlx_lm}); do not edit. 
 A tiny random model of every file of mlx-lm with expert layers, and of the model types that wrap one, is prepared with
 float16 programs for all experts that got tokens, attached, and compared with stock at (B, T) of (1, 1), (1, 40),
 (1, 200) and (2, 40), chunk 128. *Worst token* is the largest relative L2 error of a token's logits with the stock run's
-routing replayed (limit 2e-3). *First flips* are routing decisions of the free runs that differ from stock with no other flip
-before them; each was shown to come from rounding. *Spilled* pairs found no slot and were computed by MLX. With the
-device off, every model's logits are bit-identical to stock. All calls but (1, 1) launched at every site, those of one
-chunk once, (1, 200) twice.
+routing replayed (limit 2e-3). *First flips* are routing decisions of the free runs that differ from stock with no
+other flip before them; each was shown to come from rounding. *Spilled* pairs found no slot and were computed by MLX.
+With the device off, every model's logits are bit-identical to stock. All calls but (1, 1) launched at every site, those
+of one chunk once, (1, 200) twice.
 """
 
 
