@@ -22,7 +22,7 @@ from mlx_npumoe.families import EXCEPTIONS, find_families
 from mlx_npumoe.phase import phase
 from mlx_npumoe.preparation import record
 from mlx_npumoe.sites import find_sites, last_cached_layer
-from replay import run
+from replay import first_flips, per_token_error, require_close_flips, run
 
 
 @pytest.mark.parametrize("name", [*families.FAMILIES, *families.WRAPPERS])
@@ -161,3 +161,17 @@ def test_another_form_of_experts_is_one_sentence() -> None:
     )  # fmt: skip
     with pytest.raises(ModelError, match="another form of Mixture-of-Experts"):
         require_sites(dbrx.Model(args), "dbrx")
+
+
+def test_the_harness_notices_experts_that_are_not_stocks() -> None:
+    model = families.build("dots1")
+    x = tokens(1, 200)
+    stock = run(model, lambda: model(x))
+    replayed = run(model, lambda: model(x), stock)
+    assert per_token_error(replayed.logits, stock.logits).max() == 0
+    for _, module in find_sites(model).items():
+        module.down_proj.weight = module.down_proj.weight * 1.05
+    other = run(model, lambda: model(x))
+    assert first_flips(stock, other)
+    with pytest.raises(AssertionError, match="the router's input"):
+        require_close_flips(stock, replayed, other)
