@@ -6,13 +6,14 @@ INSTALLED := $(VENV)/.installed
 DEMO := $(VENV)/.demo
 TYPED := build/typed
 
-.PHONY: help demo test lint bench soak-quality clean
+.PHONY: help demo test lint bench families soak-quality clean
 
 help:
 	@echo "make demo   prepare the demo model and answer a question with its experts on a second device"
 	@echo "make test   run the tests"
 	@echo "make lint   ruff and mypy"
 	@echo "make bench  benchmarks of this machine"
+	@echo "make families   run every family of mlx-lm and write docs/families.md"
 	@echo "make soak-quality   perplexity of the demo model, stock against attached (about 20 minutes)"
 
 $(INSTALLED): pyproject.toml
@@ -43,6 +44,9 @@ lint: $(INSTALLED)
 bench: $(DEMO)
 	$(BIN)/python -m mlx_npumoe.benchmarks.interpreter --mlx-busy
 	$(BIN)/python -m mlx_npumoe.benchmarks.decode
+
+families: $(INSTALLED)
+	$(BIN)/python tests/family_runs.py --out docs/families.md
 
 soak-quality: $(DEMO)
 	$(BIN)/python -m pytest -s -m soak tests/test_quality.py

@@ -77,6 +77,7 @@ def sorted_loop(x: np.ndarray, experts: list[ExpertMatrices], capacities: tuple[
     start = 0
     for matrices, capacity in zip(experts, capacities, strict=True):
         rows = x[start : start + capacity]
+        assert matrices.gate is not None
         gate = rows @ matrices.gate.T  # (C, F)
         up = rows @ matrices.up.T
         y[start : start + capacity] = (gate / (1 + np.exp(-gate)) * up) @ matrices.down.T

@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 
 from mlx_npumoe.errors import ProgramError
-from mlx_npumoe.program import ACTIVATIONS, BODIES, BRANCHES, LAYOUTS, ExpertMatrices, Group, ProgramSpec
+from mlx_npumoe.program import BODIES, BRANCHES, LAYOUTS, ExpertMatrices, Group, ProgramSpec
 
-from . import formats
+from . import activations, formats
 from .mil import SPEC_KEY
 from .toolkit import coremltools, no_progress_bars
 
@@ -66,7 +66,9 @@ def _check_spec(spec: ProgramSpec) -> None:
     known("layout", spec.layout, LAYOUTS)
     known("body", spec.body, BODIES)
     known("weight format", spec.weights, tuple(formats.EMITTERS))
-    known("activation", spec.activation, ACTIVATIONS)
+    known("activation", spec.activation.name, tuple(activations.EMITTERS))
+    if spec.up_shift and not spec.activation.linear:
+        raise ProgramError(f"the activation {spec.activation} is not linear in up, which cannot be scaled then")
     if spec.hidden < 1 or spec.width < 1 or not spec.groups:
         raise ProgramError("a program needs a hidden size, an expert width and at least one group of experts")
     if len(set(spec.experts)) != len(spec.experts):
@@ -112,24 +114,30 @@ def _split_group(mb: Any, spec: ProgramSpec, index: int, x: Any, experts: Callab
 def _expert(
     mb: Any, spec: ProgramSpec, expert: int, x: Any, experts: Callable[[int], ExpertMatrices], name: str
 ) -> Any:
-    """`down(act(gate(x)) * up(x))` of one expert, `(1, D, 1, C)` to `(1, D, 1, C)`; the result is called `name`."""
-    matrices = _checked(spec, expert, experts(expert))
+    """`down(activation(gate(x), up(x)))` of one expert, `(1, D, 1, C)` to `(1, D, 1, C)`, called `name`."""
+    m = _checked(spec, expert, experts(expert))
     p = f"e{expert}"
+    scale = np.float32(2.0**-spec.up_shift)
 
-    def conv(matrix: np.ndarray, x: Any, name: str) -> Any:
+    def conv(matrix: np.ndarray, bias: np.ndarray | None, x: Any, name: str) -> Any:
         weight = formats.emit(mb, spec.weights, matrix, f"{name}_weight")
-        return mb.conv(x=x, weight=weight, name=name)
+        if bias is None:
+            return mb.conv(x=x, weight=weight, name=name)
+        constant = mb.const(val=formats.to_float16(bias, f"{name}_bias"), name=f"{name}_bias")
+        return mb.conv(x=x, weight=weight, bias=constant, name=name)
 
-    gate = conv(matrices.gate, x, f"{p}_gate")  # (1, F, 1, C)
-    up = conv(matrices.up * np.float32(2.0**-spec.up_shift), x, f"{p}_up")  # (1, F, 1, C)
-    act = getattr(mb, spec.activation)(x=gate, name=f"{p}_act")
-    hidden = mb.mul(x=act, y=up, name=f"{p}_hidden")  # (1, F, 1, C)
-    return conv(matrices.down, hidden, name)
+    gate = conv(m.gate, m.gate_bias, x, f"{p}_gate") if m.gate is not None else None  # (1, F, 1, C)
+    up = conv(m.up * scale, None if m.up_bias is None else m.up_bias * scale, x, f"{p}_up")  # (1, F, 1, C)
+    hidden = activations.emit(mb, spec.activation, gate, up, p)  # (1, F, 1, C)
+    return conv(m.down, None if m.down_bias is None else m.down_bias * scale, hidden, name)
 
 
 def _checked(spec: ProgramSpec, expert: int, matrices: ExpertMatrices) -> ExpertMatrices:
-    wanted = ((spec.width, spec.hidden), (spec.width, spec.hidden), (spec.hidden, spec.width))
-    for name, matrix, shape in zip(matrices._fields, matrices, wanted, strict=True):
-        if matrix.shape != shape:
-            raise ProgramError(f"{name} of expert {expert} has shape {matrix.shape}, the program needs {shape}")
-    return ExpertMatrices(*(np.asarray(m, np.float32) for m in matrices))
+    F, D = spec.width, spec.hidden
+    shapes = ExpertMatrices((F, D), (F, D), (D, F), (F,), (F,), (D,))  # type: ignore[arg-type]
+    for name, matrix, shape in zip(matrices._fields, matrices, shapes, strict=True):
+        wanted = shape if spec.activation.gated or not name.startswith("gate") else None
+        found = None if matrix is None else matrix.shape
+        if found != wanted and not (found is None and name.endswith("bias")):
+            raise ProgramError(f"{name} of expert {expert} has shape {found}, the program needs {wanted}")
+    return matrices.astype(np.float32)

@@ -23,6 +23,7 @@ KNOWN_OPERATIONS = frozenset(
     {
         *("const", "constexpr_affine_dequantize", "constexpr_lut_to_dense", "constexpr_blockwise_shift_scale"),
         *("conv", "linear", "matmul", "add", "sub", "mul", "square", "clip", "relu", "sigmoid", "silu", "softmax"),
+        *("gelu", "tanh", "minimum", "maximum"),
         *("concat", "split", "slice_by_index", "reshape", "transpose", "expand_dims", "squeeze", "identity", "cast"),
     }
 )

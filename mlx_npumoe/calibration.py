@@ -18,7 +18,7 @@ import numpy as np
 
 from .cache import whole_file
 from .errors import PreparedError
-from .sites import ExpertSite
+from .sites import ExpertSite, projection_names
 from .weights import ExpertWeights
 
 BLOCK = 128  # tokens
@@ -132,7 +132,8 @@ class RoutingProfile:
 class Recorder:
     """Runs the experts of one site and records what passes: the stand-in hands it every call.
 
-    Off Metal MLX's float32 kernels are slow, so NumPy computes the experts there; the values recorded are the same.
+    Off Metal MLX's float32 kernels are slow, so NumPy computes the experts there, where it can; the values recorded are
+    the same.
     """
 
     def __init__(self, site: ExpertSite, module: nn.Module) -> None:
@@ -140,29 +141,37 @@ class Recorder:
         self._weights = ExpertWeights(site, module)
         self._random = np.random.default_rng(site.layer)
         self._lots = np.zeros(0)  # of the rows kept; the lowest stay
-        self._run = _experts_mlx if mx.metal.is_available() else _experts_numpy
+        by_numpy = site.local_reason is None and not mx.metal.is_available()
+        self._run = _experts_numpy if by_numpy else _experts_mlx
 
-    def __call__(self, x: mx.array, indices: mx.array, valid: mx.array | None) -> mx.array:
+    def __call__(
+        self, x: mx.array, indices: mx.array, valid: mx.array | None, real: mx.array | None = None
+    ) -> mx.array:
         """Rows `(..., K, D)` of the experts, after recording counts and maxima.
 
-        Rows of padding (`valid` False) are not counted; they come back computed or zero.
+        Rows of padding (`valid` False) and pairs that stand for no expert's work (`real` `(T, K)` False) are not
+        counted; they come back computed or zero.
         """
         K = indices.shape[-1]
-        flat = np.array(indices).reshape(-1, K)
-        keep = np.ones(len(flat), bool) if valid is None else np.array(valid).reshape(-1)
-        self._count(flat[keep])
-        self._sample(np.array(x.astype(mx.float32)).reshape(len(flat), -1)[keep], flat[keep])
-        rows, maxima = self._run(self._weights, x.reshape(len(flat), -1), flat, keep)
+        flat = np.array(indices, np.int64).reshape(-1, K)
+        rows = np.ones(len(flat), bool) if valid is None else np.array(valid).reshape(-1)
+        keep = np.repeat(rows[:, None], K, axis=1)  # (T, K)
+        if real is not None:
+            keep &= np.array(real)
+        chosen = np.where(keep, flat, -1)[rows]
+        self._count(chosen)
+        self._sample(np.array(x.astype(mx.float32)).reshape(len(flat), -1)[rows], chosen)
+        out, maxima = self._run(self._weights, x.reshape(len(flat), -1), flat, keep)
         for name, value in zip(MAXIMA, maxima, strict=True):
             self.profile.maxima[name] = max(self.profile.maxima[name], value)
-        return rows.reshape(*indices.shape, -1).astype(x.dtype)
+        return out.reshape(*indices.shape, -1).astype(x.dtype)
 
-    def _count(self, indices: np.ndarray) -> None:
-        self.profile.top_k = indices.shape[1]
-        self.profile.tokens += len(indices)
-        for start in range(0, len(indices), BLOCK):
-            block = indices[start : start + BLOCK]
-            counts = np.bincount(block.reshape(-1), minlength=self.profile.experts)
+    def _count(self, chosen: np.ndarray) -> None:
+        self.profile.top_k = chosen.shape[1]
+        self.profile.tokens += len(chosen)
+        for start in range(0, len(chosen), BLOCK):
+            block = chosen[start : start + BLOCK]
+            counts = np.bincount(block[block >= 0], minlength=self.profile.experts)
             self.profile.totals += counts
             if len(block) == BLOCK:
                 self.profile.counts.append(counts)
@@ -193,12 +202,13 @@ def _experts_mlx(
     flat = indices.reshape(-1)
     order = np.argsort(flat, kind="stable")
     sorted_experts = mx.array(flat[order].astype(np.uint32))
-    valid = mx.array(keep[order // K])[:, None, None]
+    valid = mx.array(keep.reshape(-1)[order])[:, None, None]
     rows = x[mx.array(order // K)][:, None]  # (P, 1, D)
-    up = module.up_proj(rows, sorted_experts, sorted_indices=True)
-    gate = module.gate_proj(rows, sorted_experts, sorted_indices=True)
-    product = module.activation(up, gate)
-    down = module.down_proj(product, sorted_experts, sorted_indices=True)
+    *first, last = projection_names(module)
+    gate_up = [module[name](rows, sorted_experts, sorted_indices=True) for name in first]
+    gate, up = gate_up if len(first) == 2 else (mx.zeros(1), *gate_up)
+    product = module.activation(up, gate) if len(first) == 2 else module.activation(up)
+    down = module[last](product, sorted_experts, sorted_indices=True)
     maxima = [mx.max(mx.where(valid, mx.abs(a), 0)).astype(mx.float32) for a in (rows, gate, up, product, down)]
     out = down.squeeze(1)[mx.array(np.argsort(order))].reshape(*indices.shape, -1)
     mx.eval(out, maxima)
@@ -208,20 +218,17 @@ def _experts_mlx(
 def _experts_numpy(
     weights: ExpertWeights, x: mx.array, indices: np.ndarray, keep: np.ndarray
 ) -> tuple[mx.array, list[float]]:
-    """As `_experts_mlx`, by a sorted loop of float32 products; rows not kept come back as zeros."""
+    """As `_experts_mlx`, by a sorted loop of float32 products; pairs not kept come back as zeros."""
     tokens = np.array(x.astype(mx.float32))
     T, K = indices.shape
     out = np.zeros((T, K, tokens.shape[1]), np.float32)
-    largest = [float(np.abs(tokens[keep]).max(initial=0.0)), 0.0, 0.0, 0.0, 0.0]
+    largest = [float(np.abs(tokens[keep.any(axis=1)]).max(initial=0.0)), 0.0, 0.0, 0.0, 0.0]
     for expert in np.unique(indices[keep]):
-        token, column = np.nonzero((indices == expert) & keep[:, None])
-        m = weights.matrices(int(expert))
-        rows = tokens[token]
-        gate, up = rows @ m.gate.T, rows @ m.up.T
-        product = gate / (1.0 + np.exp(-gate)) * up
-        out[token, column] = down = product @ m.down.T
+        token, column = np.nonzero((indices == expert) & keep)
+        parts = weights.matrices(int(expert)).rows(np, weights.site.activation, tokens[token])
+        out[token, column] = parts[-1]
         largest = [largest[0]] + [
-            max(old, float(np.abs(a).max())) for old, a in zip(largest[1:], (gate, up, product, down), strict=True)
+            old if a is None else max(old, float(np.abs(a).max())) for old, a in zip(largest[1:], parts, strict=True)
         ]
     return mx.array(out), largest
 
@@ -242,7 +249,7 @@ def sequences(
 def up_shift(maxima: dict[str, float], margin: float = 4.0, limit: float = 2.0**15) -> int:
     """Power of two by which `up` is scaled down so that up, product and down stay `margin` below `limit`.
 
-    The Neural Engine's products saturate at 2^15. All three are linear in `up`. Ours.
+    The Neural Engine's products saturate at 2^15. All three are linear in `up` if the activation is. Ours.
     """
     largest = max(maxima["up"], maxima["product"], maxima["down"]) * margin
     return max(0, int(np.ceil(np.log2(largest / limit)))) if largest > 0 else 0

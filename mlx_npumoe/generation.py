@@ -111,7 +111,7 @@ def stream_generate(
 
 def batch_generate(model: nn.Module, tokenizer: Any, prompts: list[list[int]], *args: Any, **kwargs: Any) -> Any:
     """As `mlx_lm.batch_generate`. Padding of shorter prompts takes no device rows."""
-    with phase(generating=True), _padding_known:
+    with phase(generating=True, decoding=True), _padding_known:  # prompts set a phase of their own
         return mlx_lm.batch_generate(model, tokenizer, prompts, *args, **kwargs)
 
 

@@ -16,9 +16,14 @@ import mlx.core as mx
 
 @dataclass(frozen=True)
 class Phase:
-    """`generating`: only caches of a chunk are evaluated. `valid`: `(B, T)` bool, False where a row is padding."""
+    """What a loop is doing.
+
+    `generating`: only caches of a chunk are evaluated. `decoding`: each sequence brings one token. `valid`: `(B, T)`
+    bool, False where a row is padding.
+    """
 
     generating: bool = False
+    decoding: bool = False
     valid: mx.array | None = None
 
 
@@ -32,10 +37,10 @@ def current() -> Phase:
 
 
 @contextmanager
-def phase(*, generating: bool = False, valid: mx.array | None = None) -> Iterator[None]:
+def phase(*, generating: bool = False, decoding: bool = False, valid: mx.array | None = None) -> Iterator[None]:
     """Set the phase of this thread for the length of a block."""
     before = current()
-    _state.phase = Phase(generating, valid)
+    _state.phase = Phase(generating, decoding, valid)
     try:
         yield
     finally:

@@ -21,7 +21,7 @@ from .cache import staged
 from .calibration import Recorder, RoutingProfile, SiteProfile, sequences, up_shift
 from .converters import lint
 from .data import calibration_documents
-from .errors import PreparedError, ProgramError, UsageError
+from .errors import ModelError, PreparedError, ProgramError, UsageError
 from .fingerprint import full_hash, model_fingerprint, sampled_hash, stored_dtypes
 from .machine import device_profile as find_device_profile
 from .planning.cost import SiteLoads
@@ -44,7 +44,8 @@ from .program import BODIES, DEFAULT_CHUNK, DEFAULT_TOKENS, LAYOUTS, WEIGHT_FORM
 from .programs import emit_program, measure_error, random_rows, require_accuracy
 from .progress import Progress, note
 from .routed import RoutedExperts
-from .sites import ExpertSite, find_sites, require_sites, swap
+from .sites import ExpertSite, find_sites, require_formula, require_sites, swap
+from .taps import pair_tap
 from .weights import Checkpoint, ExpertWeights
 
 
@@ -111,7 +112,10 @@ def calibrate(
 
 def record(model: nn.Module, tokens: Sequence[Sequence[int]], *, progress: bool = True) -> dict[str, SiteProfile]:
     """Run token sequences through a loaded model; the profile of each site, by path. The model is unchanged."""
-    stand_ins = {site: RoutedExperts(m) for site, m in require_sites(model, "The model").items()}
+    stand_ins = {
+        site: RoutedExperts(module, tap=pair_tap(model, site.path, site.experts))
+        for site, module in require_sites(model, "The model").items()
+    }
     for site, stand_in in stand_ins.items():
         stand_in._recorder = Recorder(site, stand_in)
     swap(model, {site.path: stand_in for site, stand_in in stand_ins.items()})
@@ -387,6 +391,11 @@ def _prepare_site(weights: ExpertWeights, plan: SitePlan | None, profile: Routin
     )
     if plan is None or plan.spec is None:
         return entry
+    try:
+        require_formula(weights.module, plan.spec.activation)
+    except ModelError as e:
+        note(f"Note: layer {site.layer} stays local. {e}")
+        return replace(entry, reason=str(e))
     name = program_name(site.path)
     (folder / PROGRAMS).mkdir(exist_ok=True)
     nbytes = emit_program(plan.spec, weights.matrices, folder / name)

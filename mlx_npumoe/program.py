@@ -11,11 +11,12 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from .activations import SILU, Activation
+
 WeightFormat = Literal["fp16", "int8"]
 WEIGHT_FORMATS: tuple[WeightFormat, ...] = ("fp16", "int8")
 LAYOUTS = ("layer",)
 BODIES = ("split",)
-ACTIVATIONS = ("silu",)
 BRANCHES = 8  # experts that meet in one concat; more make the Neural Engine's compiler explode
 SURFACE_ROWS = 16384  # G*D of one input or output: the height of an IOSurface
 PROGRAM_BYTES = 900 * 2**20  # weights of one program; larger ones are moved to the CPU without a word
@@ -24,11 +25,31 @@ DEFAULT_TOKENS = 8192  # tokens to calibrate on
 
 
 class ExpertMatrices(NamedTuple):
-    """One expert's matrices in float32, each `(out, in)` as in a linear layer."""
+    """One expert's matrices in float32, each `(out, in)` as in a linear layer, and the biases it may have."""
 
-    gate: np.ndarray  # (F, D)
+    gate: np.ndarray | None  # (F, D), None where the activation is not gated
     up: np.ndarray  # (F, D)
     down: np.ndarray  # (D, F)
+    gate_bias: np.ndarray | None = None  # (F,)
+    up_bias: np.ndarray | None = None  # (F,)
+    down_bias: np.ndarray | None = None  # (D,)
+
+    def astype(self, dtype: Any) -> ExpertMatrices:
+        """All of it in another type."""
+        parts: list[Any] = [None if m is None else np.asarray(m, dtype) for m in self]
+        return ExpertMatrices(*parts)
+
+    def rows(self, xp: Any, activation: Activation, x: Any) -> tuple[Any, Any, Any, Any]:
+        """Gate (None without its matrix), up, their product and the result for rows `(n, D)` of `xp` (NumPy, MLX)."""
+
+        def linear(x: Any, weight: np.ndarray, bias: np.ndarray | None) -> Any:
+            y = x @ xp.asarray(weight).T
+            return y if bias is None else y + xp.asarray(bias)
+
+        gate = None if self.gate is None else linear(x, self.gate, self.gate_bias)
+        up = linear(x, self.up, self.up_bias)
+        product = activation.apply(xp, gate, up)
+        return gate, up, product, linear(product, self.down, self.down_bias)
 
 
 @dataclass(frozen=True)
@@ -53,14 +74,15 @@ class ProgramSpec:
     """One program: the groups of experts of one MoE site.
 
     Inputs are named `x0, x1, ...` and outputs `y0, y1, ...`, one of each per group, all float16. Every expert
-    computes `down(act(gate(x)) * up(x))`; the program's `up` (weights included) is scaled by `2**-up_shift`, so
-    outputs have to be multiplied by `2**up_shift` outside, where the range is wider.
+    computes `down(activation(gate(x), up(x)))`; the program's `up`, its bias included, is scaled by `2**-up_shift`, so
+    outputs have to be multiplied by `2**up_shift` outside, where the range is wider. An activation that is not linear
+    in `up` allows no shift.
     """
 
     hidden: int  # D
     width: int  # F
     groups: tuple[Group, ...]
-    activation: str = "silu"
+    activation: Activation = SILU
     weights: WeightFormat = "int8"
     layout: str = "layer"
     body: str = "split"
@@ -88,7 +110,7 @@ class ProgramSpec:
 
     def flops(self) -> int:
         """Floating-point operations of one launch, pads included."""
-        return 6 * self.rows * self.hidden * self.width
+        return 2 * self.activation.matrices * self.rows * self.hidden * self.width
 
     def to_dict(self) -> dict[str, Any]:
         """As plain JSON types."""
@@ -96,7 +118,7 @@ class ProgramSpec:
             "hidden": self.hidden,
             "width": self.width,
             "groups": [{"experts": list(g.experts), "capacity": g.capacity} for g in self.groups],
-            "activation": self.activation,
+            "activation": str(self.activation),
             "weights": self.weights,
             "layout": self.layout,
             "body": self.body,
@@ -111,7 +133,7 @@ class ProgramSpec:
             hidden=int(data["hidden"]),
             width=int(data["width"]),
             groups=groups,
-            activation=data["activation"],
+            activation=Activation.parse(data["activation"]),
             weights=data["weights"],
             layout=data["layout"],
             body=data["body"],

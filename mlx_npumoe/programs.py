@@ -56,7 +56,7 @@ def measure_error(
         for surface, group in zip(done.outputs, spec.groups, strict=True):
             y = surface.host.reshape(len(group.experts), spec.hidden, group.capacity)
             for g, expert in enumerate(group.experts):
-                want = _reference(experts(expert), inputs[expert])
+                want = np.array(experts(expert).rows(mx, spec.activation, mx.array(inputs[expert]))[-1])
                 got = y[g, :, : len(want)].T.astype(np.float32) * 2.0**spec.up_shift
                 errors.append(float(np.linalg.norm(got - want)) / max(float(np.linalg.norm(want)), 1e-30))
                 largest = max(largest, float(np.abs(got - want).max()))
@@ -86,11 +86,3 @@ def require_accuracy(error: dict[str, float], spec: ProgramSpec, where: str) -> 
             f"The {spec.weights} program of {where} differs from MLX by {error['relative_l2']:.3g} (limit {limit:g}); "
             "prepare with --weights fp16, or report this model."
         )
-
-
-def _reference(m: ExpertMatrices, x: np.ndarray) -> np.ndarray:
-    """One expert in float32 by MLX: `(n, D)` to `(n, D)`."""
-    rows, gate, up, down = (mx.array(a) for a in (x, m.gate, m.up, m.down))
-    hidden = rows @ gate.T
-    hidden = hidden * mx.sigmoid(hidden) * (rows @ up.T)
-    return np.array(hidden @ down.T)

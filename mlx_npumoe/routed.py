@@ -17,6 +17,7 @@ from .executors.device import DeviceExecutor
 from .executors.local import LocalExecutor
 from .report import LayerCounters
 from .routing import assign, combine, pack
+from .taps import PairTap
 from .weights import Seal
 
 _OWN = (
@@ -29,6 +30,7 @@ _OWN = (
     "_counters",
     "_seal",
     "_float32",
+    "_tap",
 )
 
 
@@ -41,9 +43,10 @@ class RoutedExperts(nn.Module):
         stock: the module it stands in for.
         evaluated_in_prefill: False where no cache follows, so that a generation loop never computes this site's
             output for a prefill chunk.
+        tap: tells which pairs are real, where not all of them are; closed with `unwrapped`.
     """
 
-    def __init__(self, stock: nn.Module, *, evaluated_in_prefill: bool = True) -> None:
+    def __init__(self, stock: nn.Module, *, evaluated_in_prefill: bool = True, tap: PairTap | None = None) -> None:
         super().__init__()
         self.__dict__.update(stock.__dict__)
         dict.update(self, stock)
@@ -56,6 +59,7 @@ class RoutedExperts(nn.Module):
         self._counters = LayerCounters()
         self._seal: Seal | None = None
         self._float32 = False
+        self._tap = tap
 
     def use(self, device: DeviceExecutor) -> None:
         """Send hot experts to `device`, for as long as nobody touches their weights."""
@@ -69,6 +73,8 @@ class RoutedExperts(nn.Module):
 
     def unwrapped(self) -> nn.Module:
         """The stock module, holding whatever children this one holds now."""
+        if self._tap is not None:
+            self._tap.close()
         dict.clear(self._stock)
         dict.update(self._stock, self)
         self._stock.__dict__.update((k, v) for k, v in self.__dict__.items() if k not in _OWN)
@@ -79,14 +85,20 @@ class RoutedExperts(nn.Module):
         device, now = self._device, phase.current()
         tokens = indices.size // indices.shape[-1]
         if self._recorder is not None:
-            return self._recorder(x, indices, _rows_valid(now, tokens))
-        if device is None or _decoding(indices) or not device.wants(tokens) or self.changed():
+            return self._recorder(x, indices, _rows_valid(now, tokens), self._real(indices.reshape(tokens, -1)))
+        if device is None or _decoding(indices, now) or not device.wants(tokens) or self.changed():
             return self._local.whole(self, x, indices)
         if now.generating and not self._evaluated_in_prefill:
             return self._local.whole(self, x, indices)
-        valid = _rows_valid(now, tokens)
-        out = self._routed(device, x.reshape(tokens, -1), indices.reshape(tokens, -1), valid)
-        return out.reshape(*indices.shape, -1)
+        flat = indices.reshape(tokens, -1)
+        valid, real = _rows_valid(now, tokens), self._real(flat)
+        if real is not None:
+            valid = real if valid is None else mx.logical_and(real, valid[:, None])
+        return self._routed(device, x.reshape(tokens, -1), flat, valid).reshape(*indices.shape, -1)
+
+    def _real(self, indices: mx.array) -> mx.array | None:
+        """Which pairs `(T, K)` stand for an expert's work; None where all do."""
+        return None if self._tap is None else self._tap.take(indices)
 
     def _routed(self, device: DeviceExecutor, x: mx.array, indices: mx.array, valid: mx.array | None) -> mx.array:
         """Pieces of the plan's chunk, each on the device unless it is too short, is traced, or the device fails."""
@@ -148,9 +160,9 @@ def _evaluate(*arrays: object) -> None:
     mx.eval(*arrays)
 
 
-def _decoding(indices: mx.array) -> bool:
-    """Whether each sequence of a batch `(B, T, K)` brings a single token."""
-    return indices.ndim > 2 and indices.shape[-2] == 1
+def _decoding(indices: mx.array, now: phase.Phase) -> bool:
+    """Whether each sequence brings a single token; of flattened calls, `(B*T, K)`, only the loop knows that of many."""
+    return now.decoding or indices.ndim < 2 or indices.shape[-2] == 1
 
 
 def _rows_valid(now: phase.Phase, tokens: int) -> mx.array | None:

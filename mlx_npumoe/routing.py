@@ -90,13 +90,13 @@ def assign(indices: mx.array, table: SlotTable, valid: mx.array | None = None) -
     Args:
         indices: `(T, K)` expert of each pair.
         table: the site's slots.
-        valid: `(T,)` bool; rows of padding take no slot, no capacity and no count, and come back as zeros.
+        valid: `(T,)` or `(T, K)` bool; padding takes no slot, no capacity and no count, and comes back as zeros.
     """
     T, K = indices.shape
     P, E, S = T * K, table.experts, table.slot_expert.size
     flat = indices.reshape(-1).astype(mx.int32)  # (P,)
     if valid is not None:
-        flat = mx.where(mx.repeat(valid.reshape(-1), K), flat, E)
+        flat = mx.where(mx.broadcast_to(valid.reshape(T, -1), (T, K)).reshape(-1), flat, E)
     key = mx.sort(flat * P + mx.arange(P, dtype=mx.int32))
     expert, order = key // P, key % P  # (P,) both
     counts = mx.zeros((E + 1,), mx.int32).at[flat].add(1)

@@ -27,6 +27,7 @@ from .report import LayerCounters, LayerReport, Report
 from .routed import RoutedExperts
 from .routing import SlotTable
 from .sites import ExpertSite, find_sites, last_cached_layer, require_sites, swap
+from .taps import pair_tap
 
 DEADLINE_S = 60.0
 OVERFLOWS = ("spill",)
@@ -48,7 +49,10 @@ class Engine:
         last = last_cached_layer(model)
         self.sites = require_sites(model, name)
         self.stand_ins = {
-            site: RoutedExperts(module, evaluated_in_prefill=site.layer < last) for site, module in self.sites.items()
+            site: RoutedExperts(
+                module, evaluated_in_prefill=site.layer < last, tap=pair_tap(model, site.path, site.experts)
+            )
+            for site, module in self.sites.items()
         }
         self._reasons: dict[ExpertSite, str | None] = dict.fromkeys(self.sites, "no second device")
         swap(model, {site.path: stand_in for site, stand_in in self.stand_ins.items()})
@@ -86,6 +90,8 @@ class Engine:
         plan = prepared.plan.site(site.path)
         if plan is None or plan.spec is None or entry.program is None:
             return plan.reason if plan is not None and plan.reason else "the plan keeps this layer local"
+        if plan.spec.activation != site.activation:
+            return f"the activation is {site.activation}, {plan.spec.activation} was prepared"
         if stored_spec(prepared.folder / entry.program) != plan.spec.to_dict() or plan.experts != site.experts:
             raise PreparedError(
                 f"{prepared.folder / entry.program} computes something else than the plan beside it says; run "
@@ -126,7 +132,7 @@ class Engine:
         if stand_in._counters.launches or stand_in._counters.fallbacks:
             return None
         if not stand_in._evaluated_in_prefill:
-            return "mlx-lm never computes the last layer's experts in a generation's prefill"
+            return "mlx-lm never computes experts after the last cache in a generation's prefill"
         return f"no input of at least {stand_in._device.min_tokens} tokens came"
 
     def close(self) -> None:

@@ -8,13 +8,16 @@ block around it. Modules are matched by type, never by attribute name.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
 
+from .activations import SILU, Activation
 from .errors import ModelError
 
 
@@ -31,7 +34,7 @@ class ExpertSite:
     experts: int  # E
     hidden: int  # D
     width: int  # F
-    activation: str
+    activation: Activation
     dtype: str
     quantization: dict[str, Any] | None
     biases: bool
@@ -71,12 +74,31 @@ def swap(model: nn.Module, modules: Mapping[str, nn.Module]) -> None:
 
 
 def last_cached_layer(model: nn.Module) -> int:
-    """Number of the last layer that keeps a cache.
+    """Number of the last layer that may keep a cache.
 
     mlx-lm evaluates only the caches of a prefill chunk, so the experts of this layer and of later ones are never
-    computed there.
+    computed there. Models with fewer caches than layers share them (gemma4: later layers read earlier ones' keys) or
+    have layers without (nemotron_h: blocks of nothing but experts); where neither is seen, the last layer is named.
     """
-    return len(model.layers) - 1
+    from mlx_lm.models.cache import make_prompt_cache
+
+    layers = model.layers
+    caches = len(make_prompt_cache(model))
+    if caches == len(layers):
+        return len(layers) - 1
+    sources = next((set(m["previous_kvs"]) for m in model.modules() if "previous_kvs" in m), set())
+    if len(sources) == caches and sources:
+        return max(sources)
+    return max((i for i, layer in enumerate(layers) if not _only_experts(layer)), default=len(layers) - 1)
+
+
+def _only_experts(layer: nn.Module) -> bool:
+    """Whether every matrix of a layer lies in the block around its experts."""
+    sites = [path for path, module in layer.named_modules() if _kind(module) is not None]
+    blocks = {path.partition(".")[0] for path in sites if "." in path}
+    return bool(sites) and all(
+        value.ndim < 2 or path.partition(".")[0] in blocks for path, value in tree_flatten(layer.parameters())
+    )
 
 
 def projection_names(module: nn.Module) -> tuple[str, ...]:
@@ -110,12 +132,12 @@ def _describe(path: str, module: nn.Module) -> ExpertSite:
         experts=first.num_experts,
         hidden=first.input_dims,
         width=last.input_dims,
-        activation=_activation_name(module),
+        activation=_activation(module),
         dtype=dtype,
         quantization=_Frozen(quantization) if quantization else None,
         biases=biases,
         nbytes=sum(v.nbytes for name in projection_names(module) for _, v in tree_flatten(module[name].parameters())),
-        local_reason=_local_reason(module, biases),
+        local_reason=_local_reason(module),
     )
 
 
@@ -136,24 +158,65 @@ def _layer_number(path: str) -> int:
     return int(match.group(1)) if match else 0
 
 
-def _activation_name(module: nn.Module) -> str:
-    from mlx_lm.models.switch_layers import SwiGLU
+def _limit(module: Any) -> Activation:
+    """deepseek_v41's: a limit of 0 is none."""
+    return Activation("swiglu_clamped_before", (float(module.limit),)) if module.limit > 0 else SILU
 
+
+def _situ(module: Any) -> Activation:
+    beta, linear_beta = module.beta, module.linear_beta
+    if linear_beta is None:
+        return Activation("situ", (float(beta),))
+    return Activation("situ_bounded", (float(beta), float(linear_beta)))
+
+
+def _gelu(module: Any) -> Activation:
+    return Activation("gelu_tanh" if module._approx in ("precise", "tanh") else f"gelu_{module._approx}")
+
+
+# Activations by class; the numbers are attributes of an object that sites, and even models, may share.
+_ACTIVATIONS: dict[str, Callable[[Any], Activation]] = {
+    "mlx_lm.models.switch_layers.SwiGLU": lambda module: SILU,
+    "mlx_lm.models.muse_spark.PreciseSwiGLU": lambda module: SILU,
+    "mlx_lm.models.gemma4_text.GeGLU": lambda module: Activation("geglu"),
+    "mlx_lm.models.activations.SwigluOAI": lambda m: Activation("swiglu_oai", (float(m._alpha), float(m._limit))),
+    "mlx_lm.models.deepseek_v41.DeepseekV41SwiGLU": _limit,
+    "mlx_lm.models.step3p5.ClampedSwiGLU": lambda m: Activation("swiglu_clamped_after", (float(m.limit),)),
+    "mlx_lm.models.kimi_k3.SiTU": _situ,
+    "mlx.nn.layers.activations.ReLU2": lambda module: Activation("relu2"),
+    "mlx.nn.layers.activations.GELU": _gelu,
+}
+
+
+def expressible(cls: Any) -> bool:
+    """Whether programs can express an activation of this class."""
+    return isinstance(cls, type) and f"{cls.__module__}.{cls.__qualname__}" in _ACTIVATIONS
+
+
+def _activation(module: nn.Module) -> Activation:
+    """A site's activation by its type and attributes; one without a formula is called what its class is."""
     activation = module.activation
-    if type(activation) is SwiGLU:
-        return "silu"
-    return getattr(activation, "__name__", type(activation).__name__)
+    cls = type(activation)
+    known = _ACTIVATIONS.get(f"{cls.__module__}.{cls.__qualname__}")
+    return known(activation) if known else Activation(str(getattr(activation, "__name__", cls.__name__)))
 
 
-def _local_reason(module: nn.Module, biases: bool) -> str | None:
-    kind = _kind(module)
-    if kind != "SwitchGLU":
-        return f"{kind} experts have no program form yet"
-    if biases:
-        return "experts with biases have no program form yet"
-    if _activation_name(module) != "silu":
-        return f"activation {_activation_name(module)} has no program form yet"
-    extra = set(module.children()) - {"gate_proj", "up_proj", "down_proj", "activation"}
+def require_formula(module: nn.Module, activation: Activation) -> None:
+    """Raises ModelError where this mlx-lm's activation is not what our formula of that name computes."""
+    gate, up = (mx.array(np.linspace(-9, 9, 64) * scale, mx.float32) for scale in (1.0, -0.7))
+    wanted = module.activation(up, gate) if activation.gated else module.activation(up)
+    if not mx.allclose(activation.apply(mx, gate, up), wanted, rtol=1e-4, atol=1e-5).item():
+        raise ModelError(
+            f"{type(module.activation).__name__} of the installed mlx-lm computes something else than {activation}; "
+            "this layer stays local until mlx_npumoe is updated."
+        )
+
+
+def _local_reason(module: nn.Module) -> str | None:
+    activation = _activation(module)
+    if activation.formula is None or activation.gated != (len(projection_names(module)) == 3):
+        return f"activation {activation} has no program form yet"
+    extra = set(module.children()) - {*projection_names(module), "activation"}
     if extra:
         return f"experts carry an extra module ({', '.join(sorted(extra))})"
     for name in projection_names(module):

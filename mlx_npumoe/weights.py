@@ -202,10 +202,16 @@ class ExpertWeights:
         return _bits(self.module[projection][parameter])[expert]
 
     def matrices(self, expert: int) -> ExpertMatrices:
-        """One expert's gate, up and down matrices in float32, dequantised where need be."""
-        return ExpertMatrices(*(self._matrix(projection, expert) for projection in projection_names(self.module)))
+        """One expert's matrices and biases in float32, dequantised where need be."""
+        names = projection_names(self.module)
+        found: list[Any] = [self._matrix(projection, expert) for projection in names]
+        if len(names) == 2:
+            found.insert(0, (None, None))
+        gate, up, down = found
+        return ExpertMatrices(gate[0], up[0], down[0], gate[1], up[1], down[1])
 
-    def _matrix(self, projection: str, expert: int) -> np.ndarray:
+    def _matrix(self, projection: str, expert: int) -> tuple[np.ndarray, np.ndarray | None]:
+        """A projection's weight `(out, in)` and its bias `(out,)`, None where it has none."""
         parts = {
             t.name.split(".")[1]: _as_mlx(self.raw(t.name, expert), t.dtype)
             for t in self.tensors
@@ -219,7 +225,8 @@ class ExpertWeights:
             weight = mx.dequantize(
                 weight, parts["scales"], parts.get("biases"), group_size=q.group_size, bits=q.bits, mode=q.mode
             )
-        return np.array(weight.astype(mx.float32))
+        bias = parts.get("bias")
+        return np.array(weight.astype(mx.float32)), None if bias is None else np.array(bias.astype(mx.float32))
 
     def blocks(self, tensor: StoredTensor) -> Iterator[np.ndarray]:
         """A tensor's content as stored, one contiguous array an expert."""

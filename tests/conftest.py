@@ -19,7 +19,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Maker:
 
 @pytest.fixture
 def replay_router() -> Callable[..., replay.Run]:
-    """`(model, forward, router, stock=None)`: run with the routers watched, their outputs replayed from a stock run."""
+    """`(model, forward, stock=None)`: run with the routers watched, their outputs replayed from a stock run."""
     return replay.run
 
 

@@ -14,6 +14,7 @@ from mlx_npumoe.converters.toolkit import coremltools, no_progress_bars
 from mlx_npumoe.program import ExpertMatrices, Group, ProgramSpec
 
 HIDDEN, WIDTH = 64, 48
+Experts = Callable[[int], ExpertMatrices]
 
 
 def random_expert(expert: int, hidden: int = HIDDEN, width: int = WIDTH) -> ExpertMatrices:
@@ -32,19 +33,18 @@ def tiny_spec(*groups: tuple[tuple[int, ...], int], **options: Any) -> ProgramSp
     return ProgramSpec(HIDDEN, WIDTH, made, **options)
 
 
-def saved(spec: ProgramSpec, path: Path, experts: Callable[[int], ExpertMatrices] = random_expert) -> Path:
+def saved(spec: ProgramSpec, path: Path, experts: Experts = random_expert) -> Path:
     """The program of `spec`, built and written."""
     return write_package(build_program(spec, experts), path, release=True)
 
 
-def reference(spec: ProgramSpec, group: int, x: np.ndarray) -> np.ndarray:
+def reference(spec: ProgramSpec, group: int, x: np.ndarray, expert_of: Experts = random_expert) -> np.ndarray:
     """Output `(G*D, C)` of a group in float64, before `up_shift` is undone."""
     parts = []
     for g, expert in enumerate(spec.groups[group].experts):
-        matrices = [m.astype(np.float64) for m in random_expert(expert, spec.hidden, spec.width)]
+        matrices = expert_of(expert).astype(np.float64)
         part = x[g * spec.hidden : (g + 1) * spec.hidden].astype(np.float64)  # (D, C)
-        gate, up = matrices[0] @ part, matrices[1] @ part
-        parts.append(matrices[2] @ (gate / (1 + np.exp(-gate)) * up) * 2.0**-spec.up_shift)
+        parts.append(matrices.rows(np, spec.activation, part.T)[-1].T * 2.0**-spec.up_shift)
     return np.concatenate(parts)
 
 

@@ -463,14 +463,15 @@ def names() -> list[str]:
     return known + [alias for alias, name in MODEL_REMAPPING.items() if name in known]
 
 
-def build(name: str, seed: int = 0, quantize: int | None = None) -> nn.Module:
+def build(name: str, seed: int = 0, quantize: int | None = None, **changes: Any) -> nn.Module:
     """A model of `name` with random float32 weights, its routers' four times as large so that routing is decided.
 
-    What MLX starts at zero (routers, biases) is drawn too. `quantize` is a number of bits, in groups of 32.
+    What MLX starts at zero (routers, biases) is drawn too. `quantize` is a number of bits, in groups of 32; `changes`
+    replace entries of the configuration.
     """
     from mlx_lm.utils import _get_classes
 
-    described = config(name)
+    described = config(name) | changes
     mx.random.seed(seed)
     model_class, args_class = _get_classes(described)
     model = model_class(args_class.from_dict(described))
@@ -511,6 +512,12 @@ def router(model: nn.Module, site_path: str) -> tuple[nn.Module, str]:
     returned before makes the block choose the same experts.
     """
     owner, name = _router_path(model, site_path)
+    return _module(model, owner), name
+
+
+def parent(model: nn.Module, path: str) -> tuple[nn.Module, str]:
+    """The module that holds the one at `path`, and its name there."""
+    owner, _, name = path.rpartition(".")
     return _module(model, owner), name
 
 

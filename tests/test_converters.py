@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from expert_programs import HIDDEN, WIDTH, random_expert, saved, tiny_spec
+from mlx_npumoe.activations import Activation
 from mlx_npumoe.converters import formats, package
 from mlx_npumoe.converters.builder import build_program
 from mlx_npumoe.converters.mil import describe, load_graph
@@ -106,7 +107,7 @@ def test_experts_are_asked_for_once_and_in_slot_order() -> None:
         (tiny_spec(((1,), 32), ((1,), 64)), "more than one slot"),
         (tiny_spec(((), 32)), "no experts"),
         (tiny_spec(((1,), 0)), "no capacity"),
-        (tiny_spec(activation="gelu"), "activation"),
+        (tiny_spec(activation=Activation("gelu")), "activation"),
         (tiny_spec(body="grouped"), "body"),
         (tiny_spec(layout="groups"), "layout"),
         (tiny_spec(weights="lut4"), "weight format"),

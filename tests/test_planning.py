@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from mlx_npumoe.activations import SILU, Activation
 from mlx_npumoe.errors import NpumoeError, PreparedError, UsageError
 from mlx_npumoe.planning import (
     DeviceLimits,
@@ -66,7 +67,7 @@ INFINITELY_FAST = profile_of(device_gflops=1e30, seconds=0.0, gbps=1e30)
 
 def site_of(loads, layer=0, hidden=64, width=32, **fields) -> SiteLoads:
     loads = np.asarray(loads)
-    fields = {"activation": "silu", "top_k": 2} | fields
+    fields = {"activation": SILU, "top_k": 2} | fields
     path = f"model.layers.{layer}.mlp.switch_mlp"
     return SiteLoads(path, layer, loads.shape[1], hidden, width, loads=loads, **fields)
 
@@ -401,11 +402,21 @@ def test_one_expert_over_the_limit_stays_local():
 
 
 def test_refused_sites_and_activations_stay_local_with_their_reason():
-    sites = [site_of([[50, 50]], 0, reason="experts have biases"), site_of([[50, 50]], 1, activation="gelu")]
+    sites = [
+        site_of([[50, 50]], 0, reason="experts have biases"),
+        site_of([[50, 50]], 1, activation=Activation("gelu")),
+    ]
     plan = plan_of(sites, 64, INFINITELY_FAST)
     assert plan.sites[0].reason == "experts have biases"
     assert "gelu" in plan.sites[1].reason
     assert plan.hot_sites == ()
+
+
+def test_values_near_the_limit_stay_local_where_the_activation_allows_no_shift():
+    relu2 = site_of([[50, 50]], 0, activation=Activation("relu2"), up_shift=2)
+    plan = plan_of([relu2, site_of([[50, 50]], 1, up_shift=2)], 64, INFINITELY_FAST)
+    assert "relu2 is not linear" in plan.sites[0].reason
+    assert plan.sites[1].spec.up_shift == 2
 
 
 def test_forced_hot_sets():

@@ -12,8 +12,12 @@ from . import parse, parser
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command."""
     made = parser("inspect", "Show a model's expert layers: shapes, bytes, and what could move to a second device.")
-    made.add_argument("--model", required=True, help="Folder, hub repository or demo:NAME; only headers are read.")
+    what = made.add_mutually_exclusive_group(required=True)
+    what.add_argument("--model", help="Folder, hub repository or demo:NAME; only headers are read.")
+    what.add_argument("--families", action="store_true", help="The model families of the installed mlx-lm instead.")
     args = parse(made, argv)
+    if args.families:
+        return _families(as_json=args.json)
 
     from .. import loading
     from ..planning.cost import expert_bytes
@@ -27,10 +31,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     sites = require_sites(model, args.model)
     rows = []
     for site, module in sites.items():
-        programs = {w: site.experts * expert_bytes(site.hidden, site.width, w) for w in WEIGHT_FORMATS}
+        programs = {
+            w: site.experts * expert_bytes(site.hidden, site.width, w, site.activation.matrices) for w in WEIGHT_FORMATS
+        }
         rows.append(
             {
                 **asdict(site),
+                "activation": str(site.activation),
                 "format": site.format,
                 "offloadable": site.local_reason is None,
                 "read_by_offset": ExpertWeights(site, module, checkpoint).by_offset,
@@ -57,4 +64,22 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"{r['layer']:>5}  {r['experts']:>4} {r['hidden']:>5} {r['width']:>5}  {r['format']:<18} "
             f"{r['nbytes'] / 1e6:>8.1f}  {r['program_bytes_of_all']['int8'] / 1e6:>8.1f}  {verdict}"
         )
+    return 0
+
+
+def _families(*, as_json: bool) -> int:
+    """Print every file of mlx-lm with expert layers."""
+    from importlib.metadata import version
+
+    from ..families import find_families
+
+    found = find_families()
+    if as_json:
+        print(json.dumps({"mlx_lm": version("mlx-lm"), "families": [asdict(f) for f in found]}, indent=2))
+        return 0
+    print(f"mlx-lm {version('mlx-lm')}: {len(found)} families with expert layers")
+    print(f"{'family':<20} {'experts':<10} {'activation':<24} second device")
+    for f in found:
+        verdict = "yes" if f.reason is None else f"no: {f.reason}"
+        print(f"{f.name:<20} {', '.join(f.forms):<10} {', '.join(f.activations):<24} {verdict}")
     return 0

@@ -233,9 +233,13 @@ class _Branch:
         return {op.outputs[0].name: ops for ops in readers.values() if len(ops) > 1 for op in ops}
 
     def _stack(self, operations: Sequence[Operation], computes: Sequence[Compute]) -> None:
-        weight = np.concatenate([c.weight for c in computes if c.weight is not None])
+        weights = [c.weight for c in computes if c.weight is not None]
+        bias = None
+        if any(c.bias is not None for c in computes):
+            pairs = zip(computes, weights, strict=True)
+            bias = np.concatenate([np.zeros(len(w), np.float32) if c.bias is None else c.bias for c, w in pairs])
         columns = math.prod(self.flow.shape(operations[0].outputs[0].name)[2:])
-        self._add(operations, conv1x1(computes[0].operands[0], weight, columns))
+        self._add(operations, conv1x1(computes[0].operands[0], np.concatenate(weights), columns, bias))
 
     def _add(self, operations: Sequence[Operation], compute: Compute) -> None:
         names = tuple(op.outputs[0].name for op in operations)

@@ -45,7 +45,7 @@ class Step:
     operands: tuple[str, ...]
     names: tuple[str, ...] = ()  # of the results, which lie in `out` one after the other
     shapes: tuple[tuple[int, ...], ...] = ()
-    run: Callable[[Sequence[np.ndarray], np.ndarray], None] | None = None
+    run: Callable[[Sequence[np.ndarray], np.ndarray], object] | None = None
     view: Callable[[np.ndarray], list[np.ndarray]] | None = None
     rounds: bool = False  # results are float16 numbers
     saturates: bool = False

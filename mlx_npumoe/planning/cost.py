@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ..activations import Activation
 from ..errors import PreparedError
 from ..program import WeightFormat
 from .device_profile import DeviceProfile
@@ -28,7 +29,7 @@ class SiteLoads:
     hidden: int  # D
     width: int  # F
     top_k: int
-    activation: str
+    activation: Activation
     loads: np.ndarray  # (S, E) pairs routed to each expert, S samples of one chunk
     up_shift: int = 0
     reason: str | None = None  # why the site cannot be offloaded, where it cannot
@@ -48,10 +49,10 @@ class SiteLoads:
         return np.asarray(self.loads, dtype=np.float64).mean(axis=0)
 
 
-def expert_bytes(hidden: int, width: int, weights: WeightFormat) -> int:
-    """Bytes of one expert's three matrices in a program; int8 has an fp16 scale an output row."""
-    values = 3 * hidden * width
-    return 2 * values if weights == "fp16" else values + 2 * (2 * width + hidden)
+def expert_bytes(hidden: int, width: int, weights: WeightFormat, matrices: int = 3) -> int:
+    """Bytes of one expert's two or three matrices in a program; int8 has an fp16 scale an output row."""
+    values = matrices * hidden * width
+    return 2 * values if weights == "fp16" else values + 2 * ((matrices - 1) * width + hidden)
 
 
 class LayerTimes(NamedTuple):
@@ -67,20 +68,21 @@ class SiteCost:
     """Times of one site under any choice of capacities (ours, after papers 1.2 [PROPOSAL] and coreml 2.4).
 
     ```
-    device = launch + sum over hot e of 6*D*F*C_e / rate(C_e) + weight bytes / weight bandwidth
+    device = launch + sum over hot e of 2*M*D*F*C_e / rate(C_e) + weight bytes / weight bandwidth
     local  = overhead + sum over cold e of t(n_e) + sum over hot e of t(max(n_e - C_e, 0))
     serial = join + 2*D*rows / pack bandwidth + 2*D*rows / unpack bandwidth
     layer  = serial + max(device, local)
     ```
-    A program computes its capacities however few tokens arrive, so its time does not shrink with the chunk.
+    An expert has M matrices. A program computes its capacities however few tokens arrive, so its time does not shrink
+    with the chunk.
     """
 
     def __init__(self, site: SiteLoads, profile: DeviceProfile, weights: WeightFormat) -> None:
         self._loads = check_loads(site.loads)  # (S, E)
         self._profile = profile
-        self._row_flops = 6.0 * site.hidden * site.width
+        self._row_flops = 2.0 * site.activation.matrices * site.hidden * site.width
         self._row_bytes = 2 * site.hidden  # float16, one way
-        self._expert_bytes = expert_bytes(site.hidden, site.width, weights)
+        self._expert_bytes = expert_bytes(site.hidden, site.width, weights, site.activation.matrices)
         self._alone = self._seconds(self._loads)  # (S, E) every pair local
 
     def stock_s(self, scale: float = 1.0) -> float:

@@ -12,7 +12,7 @@ from typing import Literal
 import numpy as np
 
 from ..errors import UsageError
-from ..program import ACTIVATIONS, Group, WeightFormat
+from ..program import Group, WeightFormat
 from .cost import PACKAGE_ALLOWANCE, LayerTimes, SiteCost, SiteLoads, expert_bytes
 from .device_profile import DeviceLimits, DeviceProfile
 from .groups import group_size, pack_groups
@@ -107,13 +107,17 @@ def _candidate(
         cost=SiteCost(site, profile, weights),
         chooser=TierChooser(site.loads, chunk, policy),
         order=order[demand[order] > 0],
-        unit_bytes=expert_bytes(site.hidden, site.width, weights) + PACKAGE_ALLOWANCE,
+        unit_bytes=expert_bytes(site.hidden, site.width, weights, site.activation.matrices) + PACKAGE_ALLOWANCE,
     )
     limits = profile.limits
     if site.reason is not None:
         candidate.reason = site.reason
-    elif site.activation not in ACTIVATIONS:
+    elif site.activation.formula is None:
         candidate.reason = f"activation {site.activation} has no program yet"
+    elif site.up_shift and not site.activation.linear:
+        candidate.reason = (
+            f"values came near the float16 limit, and {site.activation.name} is not linear in what could be scaled"
+        )
     elif group_size(site.hidden, limits) < 1:
         candidate.reason = f"hidden size {site.hidden} is over the device's {limits.surface_rows} surface rows"
     elif candidate.unit_bytes > min(limits.program_bytes, limits.total_bytes):

@@ -10,8 +10,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
+from ..activations import Activation
 from ..errors import UsageError
-from ..program import ACTIVATIONS, BODIES, LAYOUTS, WEIGHT_FORMATS, Group, ProgramSpec, WeightFormat
+from ..program import BODIES, LAYOUTS, WEIGHT_FORMATS, Group, ProgramSpec, WeightFormat
 from ..records import Record, dump, parse, read, write
 from .cost import SiteLoads, expert_bytes
 from .device_profile import KINDS, DeviceLimits, DeviceProfile, read_limits
@@ -59,7 +60,9 @@ class SitePlan:
     def nbytes(self) -> int:
         """Weight bytes on the device."""
         spec = self.spec
-        return len(spec.experts) * expert_bytes(spec.hidden, spec.width, spec.weights) if spec else 0
+        if spec is None:
+            return 0
+        return len(spec.experts) * expert_bytes(spec.hidden, spec.width, spec.weights, spec.activation.matrices)
 
 
 @dataclass(frozen=True)
@@ -305,12 +308,14 @@ def _spec(record: Record, plan: Plan, experts: int) -> ProgramSpec:
         hidden=record.integer("hidden", least=1),
         width=record.integer("width", least=1),
         groups=groups,
-        activation=record.text("activation", ACTIVATIONS),
+        activation=_activation(record),
         weights=cast(WeightFormat, record.text("weights", [plan.weights])),
         layout=record.text("layout", [plan.layout]),
         body=record.text("body", [plan.body]),
         up_shift=record.integer("up_shift", most=30),
     )
+    if spec.up_shift and not spec.activation.linear:
+        record.fail(f"'up_shift' {spec.up_shift} is impossible with the activation {spec.activation}")
     most = group_size(spec.hidden, plan.limits)
     for group in groups:
         if len(group.experts) > most:
@@ -319,6 +324,13 @@ def _spec(record: Record, plan: Plan, experts: int) -> ProgramSpec:
         twice = next(e for e in spec.experts if spec.experts.count(e) > 1)
         record.fail(f"expert {twice} is listed twice")
     return spec
+
+
+def _activation(record: Record) -> Activation:
+    try:
+        return Activation.parse(record.text("activation"))
+    except ValueError as error:
+        record.fail(f"'activation': {error}")
 
 
 def _group(record: Record, plan: Plan, experts: int) -> Group:
