@@ -6,7 +6,7 @@ INSTALLED := $(VENV)/.installed
 DEMO := $(VENV)/.demo
 TYPED := build/typed
 
-.PHONY: help demo test lint bench families soak-quality clean
+.PHONY: help demo test lint bench families soak-quality soak-resume clean
 
 help:
 	@echo "make demo   prepare the demo model and answer a question with its experts on a second device"
@@ -14,6 +14,7 @@ help:
 	@echo "make lint   ruff and mypy"
 	@echo "make bench  benchmarks of this machine"
 	@echo "make families   run every family of mlx-lm and write docs/families.md"
+	@echo "make soak-resume   kill prepare at 30 random moments and resume it (one minute)"
 	@echo "make soak-quality   perplexity of the demo model, stock against attached (about 20 minutes)"
 
 $(INSTALLED): pyproject.toml
@@ -47,6 +48,9 @@ bench: $(DEMO)
 
 families: $(INSTALLED)
 	$(BIN)/python tests/family_runs.py --out docs/families.md
+
+soak-resume: $(DEMO)
+	$(BIN)/python -m pytest -m soak tests/test_resume.py
 
 soak-quality: $(DEMO)
 	$(BIN)/python -m pytest -s -m soak tests/test_quality.py

@@ -21,8 +21,10 @@ from mlx.utils import tree_flatten
 
 from mlx_npumoe import attach
 from mlx_npumoe.calibration import RoutingProfile
-from mlx_npumoe.preparation import plan_for, prepare, record, site_fingerprint, site_weights
+from mlx_npumoe.preparation import plan_for, prepare
 from mlx_npumoe.prepared import Prepared
+from mlx_npumoe.recording import record
+from mlx_npumoe.tensors import site_fingerprint, site_weights
 
 LIMIT = 0.02  # a decode step may not be slower than stock's by more than this
 CONFIG: dict[str, Any] = {

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .errors import NpumoeError
     from .generation import batch_generate, generate, load, stream_generate
-    from .preparation import calibrate, prepare
+    from .preparation import prepare
     from .prepared import Prepared
+    from .recording import calibrate
     from .report import Report
     from .runtime import Engine, attach, detach, engine
 
@@ -27,7 +28,7 @@ _HOME = {
     "generate": "generation",
     "load": "generation",
     "stream_generate": "generation",
-    "calibrate": "preparation",
+    "calibrate": "recording",
     "prepare": "preparation",
     "Prepared": "prepared",
     "Report": "report",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import shutil
 import time
@@ -84,6 +85,38 @@ def staged(final: Path, *, replace: bool = False) -> Iterator[Path]:
         shutil.rmtree(tmp, ignore_errors=True)
 
 
+@contextmanager
+def resumable(final: Path, key: str) -> Iterator[Path]:
+    """As `staged` with `replace`, but a run that is interrupted or killed leaves its folder to the next one.
+
+    The folder's name carries `key`, which has to tell apart all work that cannot be continued by other work. A run that
+    fails leaves nothing, and neither does one that finds the folder in another run's hands: that one works apart.
+
+    Raises:
+        OSError: the folder cannot be made or published.
+    """
+    final.parent.mkdir(parents=True, exist_ok=True)
+    _sweep(final)
+    folder = final.parent / f".{final.name}.{key[:16]}.part"
+    lock = final.parent / f".{final.name}.{key[:16]}.lock"
+    with open(lock, "w") as held:
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            with staged(final, replace=True) as apart:
+                yield apart
+            return
+        try:
+            folder.mkdir(exist_ok=True)
+            yield folder
+            _exchange(folder, final)
+        except Exception:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        finally:
+            lock.unlink(missing_ok=True)
+
+
 def _exchange(tmp: Path, final: Path) -> None:
     """Publish `tmp` in place of what stands at `final`, which is away for no longer than two renames take."""
     _fsync_all(tmp)
@@ -118,7 +151,7 @@ def _fsync(path: Path) -> None:
 
 def _sweep(final: Path) -> None:
     """Remove what killed processes left of `final` a day or more ago."""
-    for tmp in final.parent.glob(f".{final.name}.*.tmp"):
+    for tmp in [p for end in ("tmp", "part") for p in final.parent.glob(f".{final.name}.*.{end}")]:
         try:
             newest = max(path.stat().st_mtime for path in [tmp, *tmp.rglob("*")])
         except FileNotFoundError:  # its owner has just published or removed it

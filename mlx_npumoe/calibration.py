@@ -41,7 +41,7 @@ class SiteProfile:
     counts: list[np.ndarray] = field(default_factory=list)  # (E,) int64 each
     totals: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # (E,)
     maxima: dict[str, float] = field(default_factory=lambda: dict.fromkeys(MAXIMA, 0.0))  # largest magnitudes
-    rows: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), np.float16))  # (N, D)
+    rows: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), np.float32))  # (N, D)
     chosen: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), np.int32))  # (N, K)
 
     def skew(self) -> dict[str, float]:
@@ -88,7 +88,7 @@ class RoutingProfile:
         for name, s in self.sites.items():
             arrays[f"{name}.counts"] = mx.array(np.array(s.counts, np.int32).reshape(-1, s.experts))
             arrays[f"{name}.totals"] = mx.array(s.totals.astype(np.int64))
-            arrays[f"{name}.rows"] = mx.array(s.rows.astype(np.float16))
+            arrays[f"{name}.rows"] = mx.array(s.rows.astype(np.float32))
             arrays[f"{name}.chosen"] = mx.array(s.chosen.astype(np.int32))
             header["sites"][name] = {
                 "experts": s.experts,

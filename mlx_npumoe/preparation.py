@@ -6,23 +6,19 @@ The whole model is in memory only while it is calibrated; programs are made one 
 from __future__ import annotations
 
 import shutil
+import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
-import mlx.nn as nn
-
-from . import loading
-from .cache import staged
-from .calibration import Recorder, RoutingProfile, SiteProfile, sequences, up_shift
+from . import unfinished
+from .cache import resumable, staged
+from .calibration import RoutingProfile, up_shift
 from .converters import lint
-from .data import calibration_documents
 from .errors import ModelError, PreparedError, ProgramError, UsageError
-from .fingerprint import full_hash, model_fingerprint, sampled_hash, stored_dtypes
+from .fingerprint import full_hash, sampled_hash, stored_dtypes
 from .machine import device_profile as find_device_profile
 from .planning.cost import SiteLoads
 from .planning.device_profile import DeviceProfile
@@ -43,90 +39,10 @@ from .prepared import (
 from .program import BODIES, DEFAULT_CHUNK, DEFAULT_TOKENS, LAYOUTS, WEIGHT_FORMATS
 from .programs import emit_program, measure_error, random_rows, require_accuracy
 from .progress import Progress, note
-from .routed import RoutedExperts
-from .sites import ExpertSite, find_sites, require_formula, require_sites, swap
-from .taps import pair_tap
-from .weights import Checkpoint, ExpertWeights
-
-
-def site_weights(path_or_repo: str) -> tuple[str, list[ExpertWeights]]:
-    """Type and expert tensors, site by site, of a model that is not loaded."""
-    folder = loading.locate(path_or_repo)
-    model, _ = loading.load_lazily(folder)
-    checkpoint = Checkpoint(folder)
-
-    def reopened(path: str) -> nn.Module:
-        again, _ = loading.load_lazily(folder)
-        return next(module for site, module in find_sites(again).items() if site.path == path)
-
-    return model.model_type, [
-        ExpertWeights(site, module, checkpoint, partial(reopened, site.path))
-        for site, module in require_sites(model, path_or_repo).items()
-    ]
-
-
-def site_fingerprint(tensors: Sequence[ExpertWeights], model_type: str) -> str:
-    """The model's fingerprint, from stored values."""
-    hashes = {}
-    for weights in tensors:
-        hashes[weights.site] = sampled_hash(weights)
-        weights.release()
-    return model_fingerprint(model_type, hashes)
-
-
-def calibrate(
-    path_or_repo: str,
-    *,
-    text: Sequence[str | Path] | None = None,
-    max_tokens: int = DEFAULT_TOKENS,
-    sequence: int = DEFAULT_CHUNK,
-    progress: bool = True,
-) -> RoutingProfile:
-    """Record how a model's experts are used on a text.
-
-    Args:
-        path_or_repo: folder, hub repository or `demo:NAME`.
-        text: UTF-8 files; the corpus shipped in the package where None.
-        max_tokens: tokens to record.
-        sequence: tokens a call.
-
-    Raises:
-        ModelError, UsageError: the model or a text cannot be used.
-    """
-    documents, source = _read_documents(text)
-    model_type, tensors = site_weights(path_or_repo)
-    fingerprint = site_fingerprint(tensors, model_type)
-    model, tokenizer, _ = loading.load_whole(loading.locate(path_or_repo))
-    tokens = sequences(documents, tokenizer.encode, sequence, max_tokens)
-    if not tokens:
-        raise UsageError(f"The calibration text ({source}) holds no tokens; give another file with --text.")
-    return RoutingProfile(
-        fingerprint=fingerprint,
-        model_type=model_type,
-        source=source,
-        phase="prefill",
-        sequence=sequence,
-        sites=record(model, tokens, progress=progress),
-    )
-
-
-def record(model: nn.Module, tokens: Sequence[Sequence[int]], *, progress: bool = True) -> dict[str, SiteProfile]:
-    """Run token sequences through a loaded model; the profile of each site, by path. The model is unchanged."""
-    stand_ins = {
-        site: RoutedExperts(module, tap=pair_tap(model, site.path, site.experts))
-        for site, module in require_sites(model, "The model").items()
-    }
-    for site, stand_in in stand_ins.items():
-        stand_in._recorder = Recorder(site, stand_in)
-    swap(model, {site.path: stand_in for site, stand_in in stand_ins.items()})
-    try:
-        with Progress("Calibrating", sum(map(len, tokens)), "tokens", show=progress) as bar:
-            for ids in tokens:
-                model(mx.array(list(ids))[None])  # the recorders evaluate what they need, logits are never computed
-                bar.advance(len(ids))
-    finally:
-        swap(model, {site.path: stand_in.unwrapped() for site, stand_in in stand_ins.items()})
-    return {site.path: s._recorder.profile for site, s in stand_ins.items() if s._recorder is not None}
+from .recording import calibrated
+from .sites import ExpertSite, require_formula
+from .tensors import site_fingerprint, site_weights
+from .weights import ExpertWeights
 
 
 def plan_for(
@@ -250,7 +166,7 @@ def prepare(
     final = _free_to_write(Path(out)) if out is not None else None
 
     if profile is None:
-        profile = calibrate(path_or_repo, text=text, max_tokens=max_tokens, sequence=chunk, progress=progress)
+        profile = calibrated(path_or_repo, text=text, max_tokens=max_tokens, sequence=chunk, progress=progress)
     model_type, tensors = site_weights(path_or_repo)
     fingerprint = site_fingerprint(tensors, model_type)
     for what, found in (("routing profile", profile.fingerprint), ("plan", plan and plan.model_fingerprint)):
@@ -356,16 +272,30 @@ def _write(
     tensors: Sequence[ExpertWeights],
     progress: bool,
 ) -> Prepared:
-    """Emit programs beside `final` and put the finished folder in place, whatever stood there before."""
-    with staged(final, replace=True) as folder:
+    """Emit programs beside `final` and put the finished folder in place, whatever stood there before.
+
+    A run that is interrupted or killed leaves what it had finished to the next one of the same model, plan and profile.
+    """
+    with tempfile.TemporaryDirectory() as place:
+        profile.save(Path(place) / PROFILE)
+        key = unfinished.work_key(fingerprint, plan, Path(place) / PROFILE)
+    with resumable(final, key) as folder:
+        for remains in (folder / PROGRAMS).glob(".*"):  # of a program that was being written
+            shutil.rmtree(remains)
         plan.save(folder / PLAN)
         profile.save(folder / PROFILE)
         entries = []
         with Progress("Emitting programs", len(tensors), "layers", show=progress) as bar:
             for weights in tensors:
-                entries.append(_prepare_site(weights, plan.site(weights.site.path), profile, folder))
+                path = weights.site.path
+                entry = unfinished.finished(folder, path)
+                if entry is None:
+                    entry = _prepare_site(weights, plan.site(path), profile, folder)
+                    unfinished.keep(folder, entry)
+                entries.append(entry)
                 weights.release()
                 bar.advance()
+        unfinished.forget(folder)
         write_manifest(
             folder,
             model=model,
@@ -408,21 +338,6 @@ def _prepare_site(weights: ExpertWeights, plan: SitePlan | None, profile: Routin
         note(f"Note: layer {site.layer} stays local. {e}")
         return replace(entry, error=error, reason=str(e))
     return replace(entry, program=name, program_bytes=nbytes, error=error)
-
-
-def _read_documents(text: Sequence[str | Path] | None) -> tuple[list[str], str]:
-    """Documents to calibrate on, and where they come from."""
-    if not text:
-        return calibration_documents(), "shipped corpus"
-    documents = []
-    for file in text:
-        try:
-            documents.append(Path(file).read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError) as e:
-            raise UsageError(f"The text {file} cannot be read as UTF-8 ({e}); give another file with --text.") from e
-        if not documents[-1].strip():
-            raise UsageError(f"The text {file} is empty; give another file with --text.")
-    return documents, ", ".join(Path(f).name for f in text)
 
 
 def _require_fit(plan: Plan, profile: RoutingProfile, tensors: Sequence[ExpertWeights]) -> None:

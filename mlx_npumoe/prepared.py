@@ -186,10 +186,11 @@ def _read_manifest(folder: Path) -> Record:
 
 
 def _sites(manifest: Record) -> dict[str, PreparedSite]:
-    return {site.path: site for site in map(_site, manifest.records("sites"))}
+    return {site.path: site for site in map(prepared_site, manifest.records("sites"))}
 
 
-def _site(record: Record) -> PreparedSite:
+def prepared_site(record: Record) -> PreparedSite:
+    """One site out of JSON. Raises PreparedError where it is not one."""
     dtypes, error = record.record("dtypes"), record.optional("error")
     program, reason = record.get("program"), record.get("reason")
     return PreparedSite(

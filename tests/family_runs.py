@@ -21,9 +21,11 @@ from mlx.utils import tree_flatten
 import families
 import mlx_npumoe
 from mlx_npumoe.calibration import RoutingProfile
-from mlx_npumoe.preparation import plan_for, prepare, record, site_fingerprint, site_weights
+from mlx_npumoe.preparation import plan_for, prepare
 from mlx_npumoe.prepared import Prepared
+from mlx_npumoe.recording import record
 from mlx_npumoe.sites import find_sites
+from mlx_npumoe.tensors import site_fingerprint, site_weights
 from replay import per_token_error, require_close_flips, run
 
 CHUNK, MIN_CHUNK = 128, 32

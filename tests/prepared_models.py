@@ -12,8 +12,9 @@ import mlx.nn as nn
 import mlx_npumoe
 import tiny_models
 from mlx_npumoe.planning.plan import Plan
-from mlx_npumoe.preparation import plan_for, prepare, site_weights
+from mlx_npumoe.preparation import plan_for, prepare
 from mlx_npumoe.prepared import Prepared
+from mlx_npumoe.tensors import site_weights
 
 CHUNK = 512
 MIN_CHUNK = 32

@@ -13,7 +13,7 @@ import pytest
 import mlx_npumoe
 import tiny_models
 from mlx_npumoe.planning.plan import Plan
-from mlx_npumoe.preparation import record
+from mlx_npumoe.recording import record
 from prepared_models import CHUNK, MIN_CHUNK, Maker, prepare_all_hot
 from replay import Run, per_token_error, require_close_flips
 

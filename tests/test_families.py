@@ -20,7 +20,7 @@ from mlx_npumoe.activations import Activation
 from mlx_npumoe.commands import inspect
 from mlx_npumoe.families import EXCEPTIONS, find_families
 from mlx_npumoe.phase import phase
-from mlx_npumoe.preparation import record
+from mlx_npumoe.recording import record
 from mlx_npumoe.sites import find_sites, last_cached_layer
 from replay import first_flips, per_token_error, require_close_flips, run
 

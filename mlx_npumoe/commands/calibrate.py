@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not args.out.endswith(".safetensors"):
         raise UsageError(f"--out {args.out} must end in .safetensors.")
 
-    from ..preparation import calibrate
+    from ..recording import calibrate
 
     profile = calibrate(
         args.model, text=args.text, max_tokens=args.max_tokens, sequence=args.chunk, progress=not args.quiet

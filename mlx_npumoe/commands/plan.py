@@ -31,7 +31,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     from ..calibration import RoutingProfile
     from ..machine import device_profile
-    from ..preparation import plan_for, site_weights
+    from ..preparation import plan_for
+    from ..tensors import site_weights
 
     profile = RoutingProfile.load(Path(args.profile))
     sites = [weights.site for weights in site_weights(args.model)[1]]
