@@ -14,7 +14,7 @@ help:
 	@echo "make lint   ruff and mypy"
 	@echo "make bench  benchmarks of this machine"
 	@echo "make families   run every family of mlx-lm and write docs/families.md"
-	@echo "make soak-resume   kill prepare at 30 random moments and resume it (one minute)"
+	@echo "make soak-resume   kill prepare at 30 random moments and resume it (two minutes)"
 	@echo "make soak-quality   perplexity of the demo model, stock against attached (about 20 minutes)"
 
 $(INSTALLED): pyproject.toml

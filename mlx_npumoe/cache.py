@@ -11,6 +11,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import IO
 
 CACHE_VARIABLE = "MLX_NPUMOE_CACHE"
 DEFAULT_CACHE = "~/.cache/mlx_npumoe"
@@ -34,7 +35,7 @@ def publish(tmp: Path, final: Path) -> Path:
     Raises:
         OSError: the folder cannot be synced or renamed; `tmp` is then still there.
     """
-    _fsync_all(tmp)
+    sync(tmp)
     try:
         os.rename(tmp, final)
     except OSError as error:
@@ -99,10 +100,13 @@ def resumable(final: Path, key: str) -> Iterator[Path]:
     _sweep(final)
     folder = final.parent / f".{final.name}.{key[:16]}.part"
     lock = final.parent / f".{final.name}.{key[:16]}.lock"
-    with open(lock, "w") as held:
+    with _opened(lock) as held:
         try:
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            mine = os.path.samestat(os.fstat(held.fileno()), lock.stat())  # not one its last owner has removed
         except OSError:
+            mine = False
+        if not mine:
             with staged(final, replace=True) as apart:
                 yield apart
             return
@@ -117,9 +121,28 @@ def resumable(final: Path, key: str) -> Iterator[Path]:
             lock.unlink(missing_ok=True)
 
 
+def in_use(folder: Path) -> bool:
+    """Whether a running process is at a folder that is not published yet."""
+    if folder.suffix == ".part":
+        lock = folder.with_suffix(".lock")
+        if not lock.exists():
+            return False
+        with _opened(lock) as held:
+            try:
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                return True
+        return False
+    return folder.suffix == ".tmp" and not _stale(folder)
+
+
+def _opened(lock: Path) -> IO[str]:
+    return open(lock, "a", encoding="utf-8")
+
+
 def _exchange(tmp: Path, final: Path) -> None:
     """Publish `tmp` in place of what stands at `final`, which is away for no longer than two renames take."""
-    _fsync_all(tmp)
+    sync(tmp)
     aside = final.parent / f".{final.name}.{uuid.uuid4().hex[:12]}.tmp"
     while tmp.exists():
         with suppress(FileNotFoundError):  # it is new, or another process is exchanging it, too
@@ -136,7 +159,8 @@ def _exchange(tmp: Path, final: Path) -> None:
     _fsync(final.parent)
 
 
-def _fsync_all(folder: Path) -> None:
+def sync(folder: Path) -> None:
+    """Have every file below `folder`, and the folder, reach the disk."""
     for path in [*folder.rglob("*"), folder]:
         _fsync(path)
 
@@ -152,9 +176,14 @@ def _fsync(path: Path) -> None:
 def _sweep(final: Path) -> None:
     """Remove what killed processes left of `final` a day or more ago."""
     for tmp in [p for end in ("tmp", "part") for p in final.parent.glob(f".{final.name}.*.{end}")]:
-        try:
-            newest = max(path.stat().st_mtime for path in [tmp, *tmp.rglob("*")])
-        except FileNotFoundError:  # its owner has just published or removed it
-            continue
-        if time.time() - newest > STALE_SECONDS:
+        if _stale(tmp) and not in_use(tmp):
             shutil.rmtree(tmp, ignore_errors=True)
+
+
+def _stale(folder: Path) -> bool:
+    """Whether nothing in a folder was written for a day."""
+    try:
+        newest = max(path.stat().st_mtime for path in [folder, *folder.rglob("*")])
+    except FileNotFoundError:  # its owner has just published or removed something
+        return False
+    return time.time() - newest > STALE_SECONDS

@@ -6,6 +6,7 @@ profile itself is a safetensors file with one JSON header and knows no model.
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -97,7 +98,10 @@ class RoutingProfile:
                 "maxima": s.maxima,
             }
         with whole_file(path) as partial:  # keeps the ending, which MLX insists on
-            mx.save_safetensors(str(partial), arrays, {"profile": json.dumps(header, sort_keys=True)})
+            try:
+                mx.save_safetensors(str(partial), arrays, {"profile": json.dumps(header, sort_keys=True)})
+            except RuntimeError as e:  # MLX's word for a disk that is full or read-only
+                raise OSError(errno.EIO, str(e), str(path)) from e
 
     @classmethod
     def load(cls, path: Path) -> RoutingProfile:

@@ -9,7 +9,6 @@ import shutil
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -280,30 +279,30 @@ def _write(
         profile.save(Path(place) / PROFILE)
         key = unfinished.work_key(fingerprint, plan, Path(place) / PROFILE)
     with resumable(final, key) as folder:
-        for remains in (folder / PROGRAMS).glob(".*"):  # of a program that was being written
-            shutil.rmtree(remains)
+        unfinished.sweep(folder)
         plan.save(folder / PLAN)
         profile.save(folder / PROFILE)
         entries = []
         with Progress("Emitting programs", len(tensors), "layers", show=progress) as bar:
             for weights in tensors:
                 path = weights.site.path
-                entry = unfinished.finished(folder, path)
+                entry = unfinished.finished(folder, path, full_hash(weights))
                 if entry is None:
                     entry = _prepare_site(weights, plan.site(path), profile, folder)
                     unfinished.keep(folder, entry)
                 entries.append(entry)
                 weights.release()
                 bar.advance()
-        unfinished.forget(folder)
         write_manifest(
             folder,
             model=model,
             model_type=model_type,
             fingerprint=fingerprint,
             sites=entries,
-            versions={p: version(p) for p in ("mlx_npumoe", "mlx", "mlx-lm", "coremltools", "numpy")},
+            versions=unfinished.versions(),
         )
+        Prepared.open(folder)
+    unfinished.forget(final)
     return Prepared.open(final, verify=False)
 
 

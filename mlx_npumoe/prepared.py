@@ -10,7 +10,7 @@ from pathlib import Path
 
 import mlx.nn as nn
 
-from .cache import cache_root
+from .cache import cache_root, whole_file
 from .errors import PreparedError
 from .fingerprint import loaded_hash
 from .planning.plan import Plan
@@ -19,6 +19,7 @@ from .sites import ExpertSite
 
 SCHEMA = 1
 MANIFEST, PLAN, PROFILE, PROGRAMS = "manifest.json", "plan.json", "profile.safetensors", "programs"
+FINISHED = "finished"  # notes of finished layers, while a folder is not whole
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,8 @@ class Prepared:
                 _check_file(folder, name, facts, verify)
             except (OSError, ValueError) as e:
                 manifest.fail(f"'files' names something that is no file's name ({e})")
-        extra = {p.relative_to(folder).as_posix() for p in folder.rglob("*") if not p.is_dir()} - {MANIFEST, *files}
+        there = {p.relative_to(folder) for p in folder.rglob("*") if not p.is_dir()}
+        extra = {p.as_posix() for p in there if p.parts[0] != FINISHED} - {MANIFEST, *files}
         if extra:
             manifest.fail(f"'files' does not list {min(extra)}, which is in the folder")
         for required in (PLAN, PROFILE):
@@ -160,7 +162,7 @@ def write_manifest(
     files = {
         p.relative_to(folder).as_posix(): {"sha256": _sha256(p), "bytes": p.stat().st_size}
         for p in sorted(folder.rglob("*"))
-        if p.is_file()
+        if p.is_file() and p.relative_to(folder).parts[0] not in (MANIFEST, FINISHED)
     }
     manifest = {
         "schema_version": SCHEMA,
@@ -171,7 +173,8 @@ def write_manifest(
         "sites": [asdict(s) for s in sites],
         "files": files,
     }
-    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1))
+    with whole_file(folder / MANIFEST) as file:
+        file.write_text(json.dumps(manifest, indent=1))
 
 
 def _read_manifest(folder: Path) -> Record:

@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from contextlib import suppress
+from importlib.metadata import version
 from pathlib import Path
 
 import mlx.core as mx
@@ -79,15 +80,21 @@ def record(model: nn.Module, tokens: Sequence[Sequence[int]], *, progress: bool 
     return {site.path: s._recorder.profile for site, s in stand_ins.items() if s._recorder is not None}
 
 
+def profiles_root() -> Path:
+    """Where calibrations are kept."""
+    return cache_root() / "profiles"
+
+
 def calibrated(
     path_or_repo: str, *, text: Sequence[str | Path] | None, max_tokens: int, sequence: int, progress: bool
 ) -> RoutingProfile:
     """As `calibrate`, but what was recorded of the same experts on the same text before is taken from the cache."""
     documents, _ = _read_documents(text)
     model_type, tensors = site_weights(path_or_repo)
-    same = [SCHEMA, site_fingerprint(tensors, model_type), documents, max_tokens, sequence]
+    model = [site_fingerprint(tensors, model_type), _files_key(loading.locate(path_or_repo))]
+    same = [SCHEMA, version("mlx_npumoe"), version("mlx-lm"), model, documents, max_tokens, sequence]
     key = hashlib.sha256(json.dumps(same).encode()).hexdigest()
-    file = cache_root() / "profiles" / f"{key[:24]}.safetensors"
+    file = profiles_root() / f"{key[:24]}.safetensors"
     if file.is_file():
         with suppress(PreparedError):  # a damaged one is recorded again
             profile = RoutingProfile.load(file)
@@ -98,6 +105,18 @@ def calibrated(
         file.parent.mkdir(parents=True, exist_ok=True)
         profile.save(file)
     return profile
+
+
+def _files_key(folder: Path) -> list[tuple[str, ...]]:
+    """What tells a model's folder apart without reading its weights: small files by content, large ones by age."""
+    key: list[tuple[str, ...]] = []
+    for file in sorted(p for p in folder.iterdir() if p.is_file()):
+        facts = file.stat()
+        if file.suffix == ".safetensors":
+            key.append((file.name, str(facts.st_size), str(facts.st_mtime_ns)))
+        else:
+            key.append((file.name, hashlib.sha256(file.read_bytes()).hexdigest()))
+    return key
 
 
 def _read_documents(text: Sequence[str | Path] | None) -> tuple[list[str], str]:

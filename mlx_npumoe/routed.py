@@ -73,12 +73,16 @@ class RoutedExperts(nn.Module):
 
     def unwrapped(self) -> nn.Module:
         """The stock module, holding whatever children this one holds now."""
-        if self._tap is not None:
-            self._tap.close()
+        self.untap()
         dict.clear(self._stock)
         dict.update(self._stock, self)
         self._stock.__dict__.update((k, v) for k, v in self.__dict__.items() if k not in _OWN)
         return self._stock
+
+    def untap(self) -> None:
+        """Give the router its class back, where it was observed."""
+        if self._tap is not None:
+            self._tap.close()
 
     def __call__(self, x: mx.array, indices: mx.array) -> mx.array:
         """Rows of the chosen experts: `(..., D)` and `(..., K)` to `(..., K, D)`."""

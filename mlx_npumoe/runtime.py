@@ -26,7 +26,7 @@ from .progress import Progress
 from .report import LayerCounters, LayerReport, Report
 from .routed import RoutedExperts
 from .routing import SlotTable
-from .sites import ExpertSite, find_sites, last_cached_layer, require_sites, swap
+from .sites import ExpertSite, find_sites, last_cached_layer, require_formula, require_sites, swap
 from .taps import pair_tap
 
 DEADLINE_S = 60.0
@@ -98,8 +98,9 @@ class Engine:
                 "mlx_npumoe.prepare again."
             )
         try:
+            require_formula(stand_in, plan.spec.activation)
             loaded = self._residency.admit(prepared.folder / entry.program, plan.spec, entry.program_bytes)
-        except DeviceError as e:
+        except (DeviceError, ModelError) as e:
             return str(e)
         executor = DeviceExecutor(
             self.device,
@@ -141,6 +142,8 @@ class Engine:
             now = {site.path: module for site, module in find_sites(self.model).items()}
             ours = {site.path: s for site, s in self.stand_ins.items() if now.get(site.path) is s}
             swap(self.model, {path: stand_in.unwrapped() for path, stand_in in ours.items()})
+            for stand_in in self.stand_ins.values():
+                stand_in.untap()
             del self.model._npumoe_engine
         if self.device is not None:
             for stand_in in self.stand_ins.values():

@@ -203,9 +203,15 @@ def _activation(module: nn.Module) -> Activation:
 
 def require_formula(module: nn.Module, activation: Activation) -> None:
     """Raises ModelError where this mlx-lm's activation is not what our formula of that name computes."""
-    gate, up = (mx.array(np.linspace(-9, 9, 64) * scale, mx.float32) for scale in (1.0, -0.7))
-    wanted = module.activation(up, gate) if activation.gated else module.activation(up)
-    if not mx.allclose(activation.apply(mx, gate, up), wanted, rtol=1e-4, atol=1e-5).item():
+    reach = 2 * max(9.0, *map(abs, activation.values), 0.0)  # well beyond every limit it has
+    points = np.linspace(-reach, reach, 65)
+    gate, up = (mx.array(a.reshape(-1), mx.float32) for a in np.meshgrid(points, 0.9 * points))
+    try:
+        wanted = module.activation(up, gate) if activation.gated else module.activation(up)
+        same = mx.allclose(activation.apply(mx, gate, up), wanted, rtol=1e-4, atol=1e-5).item()
+    except (TypeError, ValueError, AttributeError):
+        same = False
+    if not same:
         raise ModelError(
             f"{type(module.activation).__name__} of the installed mlx-lm computes something else than {activation}; "
             "this layer stays local until mlx_npumoe is updated."

@@ -1,22 +1,29 @@
-"""What lies in the cache folder: Prepared folders, demo models, remains of killed runs. Lists, verifies, deletes."""
+"""What lies in the cache: Prepared folders, demo models, calibrations, this machine's figures, remains of runs."""
 
 from __future__ import annotations
 
+import errno
 import shutil
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from .cache import cache_root
+from .cache import cache_root, in_use
+from .calibration import RoutingProfile
 from .errors import PreparedError
-from .prepared import Prepared, prepared_root
+from .machine import measured_path
+from .planning.device_profile import load_profile
+from .prepared import MANIFEST, Prepared, prepared_root
+from .recording import profiles_root
+from .records import read
 
 
 @dataclass(frozen=True)
 class Stored:
-    """One folder of the cache. `model` is where it came from, None where that cannot be read."""
+    """One entry of the cache. `model` is where it came from, None where that cannot be read."""
 
-    kind: str  # prepared, demo or leftover
+    kind: str  # prepared, demo, profile, device or leftover
     name: str
     path: Path
     nbytes: int
@@ -35,49 +42,60 @@ class Stored:
 
 
 def stored(pattern: str = "") -> list[Stored]:
-    """Every folder whose name or model contains `pattern`, in the order of their paths."""
+    """Everything in the cache whose name or model contains `pattern`, in the order of kinds and paths."""
     found = []
-    for kind, root in (("prepared", prepared_root()), ("demo", cache_root() / "demo")):
+    for kind, root in (("prepared", prepared_root()), ("demo", cache_root() / "demo"), ("profile", profiles_root())):
         for path in sorted(root.iterdir()) if root.is_dir() else []:
-            if path.is_dir():
+            if path.suffix != ".lock":
                 found.append(_describe("leftover" if path.name.startswith(".") else kind, path))
+    if measured_path().is_file():
+        found.append(_describe("device", measured_path()))
     return [s for s in found if pattern in s.name or pattern in (s.model or "")]
 
 
 def fault(entry: Stored) -> str | None:
-    """What is wrong with a Prepared folder, every file compared with its hash; None where it is sound.
+    """What is wrong with an entry, a Prepared folder's files compared with their hashes; None where nothing is.
 
-    Demo models have no hashes and are not judged; remains of killed runs are what they are called.
+    Demo models have no hashes and are not judged.
     """
-    if entry.kind == "leftover":
-        return "left by a run that was killed; delete it once no other run is at it"
-    if entry.kind == "prepared":
-        try:
+    try:
+        if entry.kind == "leftover":
+            return (
+                "in use" if in_use(entry.path) else "left by a run that was stopped; the same prepare goes on with it"
+            )
+        if entry.kind == "prepared":
             Prepared.open(entry.path)
-        except PreparedError as e:
-            return str(e)
+        elif entry.kind == "profile":
+            RoutingProfile.load(entry.path)
+        elif entry.kind == "device":
+            load_profile(entry.path)
+    except PreparedError as e:
+        return str(e)
     return None
 
 
 def delete(entry: Stored) -> None:
-    """Remove a folder. Raises OSError where the disk says no."""
-    shutil.rmtree(entry.path)
+    """Remove an entry; of a link, the link alone. Raises OSError where the disk says no or a run is at it."""
+    if entry.kind == "leftover" and in_use(entry.path):
+        raise OSError(errno.EBUSY, "a run is at it", str(entry.path))
+    if entry.path.is_dir() and not entry.path.is_symlink():
+        shutil.rmtree(entry.path)
+    else:
+        entry.path.unlink()
+    entry.path.with_suffix(".lock").unlink(missing_ok=True) if entry.path.suffix == ".part" else None
 
 
 def _describe(kind: str, path: Path) -> Stored:
-    files = [p for p in path.rglob("*") if p.is_file()]
-    model = None
+    sizes = []
+    for file in [path] if path.is_file() else list(path.rglob("*")):
+        with suppress(FileNotFoundError):  # a run that is at it has moved it
+            if file.is_file():
+                sizes.append(file.stat().st_size)
+    model = f"demo:{path.name}" if kind == "demo" else None
     if kind == "prepared":
-        try:
-            model = Prepared.open(path, verify=False).model
-        except PreparedError:
-            model = None
-    return Stored(
-        kind=kind,
-        name=path.name,
-        path=path,
-        nbytes=sum(p.stat().st_size for p in files),
-        files=len(files),
-        modified=path.stat().st_mtime,
-        model=model if kind != "demo" else f"demo:{path.name}",
-    )
+        with suppress(PreparedError):
+            model = read(path / MANIFEST, "manifest", "").text("model")
+    elif kind == "profile":
+        with suppress(PreparedError):
+            model = RoutingProfile.load(path).model_type
+    return Stored(kind, path.name, path, sum(sizes), len(sizes), path.lstat().st_mtime, model)

@@ -6,6 +6,7 @@ only room that knows mlx-lm's modules.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -39,7 +40,7 @@ class PairTap:
         self._stock = type(router)
         self._find = find
         self._experts = experts
-        self._raw: mx.array | None = None
+        self._noted = threading.local()  # calls of several threads do not mix
         tap = self
 
         def observed(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -52,11 +53,11 @@ class PairTap:
 
     def tell(self, result: Any) -> None:
         """Note what the router returned to its block."""
-        self._raw = self._find(result)
+        self._noted.raw = self._find(result)
 
     def take(self, indices: mx.array) -> mx.array | None:
         """`(T, K)` bool for the site's `indices` `(T, K)`; None where the router was not called before this call."""
-        raw, self._raw = self._raw, None
+        raw, self._noted.raw = getattr(self._noted, "raw", None), None
         if raw is None or raw.size != indices.size:
             return None
         return mx.logical_or(raw.reshape(indices.shape) < self._experts, indices != 0)

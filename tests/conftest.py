@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import replay
+from mlx_npumoe import progress
 from prepared_models import Maker, maker
 
 
@@ -29,4 +30,5 @@ def private_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     cache = tmp_path / "cache"
     monkeypatch.setenv("MLX_NPUMOE_CACHE", str(cache))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(progress, "_quiet", False)  # a command run with --quiet in this process sets it for good
     return cache

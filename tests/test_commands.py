@@ -210,6 +210,8 @@ def test_manage_lists_verifies_and_deletes(
     for name, family in (("first", "mixtral"), ("second", "qwen3_moe")):
         shutil.copytree(tiny(family).prepared.folder, root / name)
     (root / ".second.123.tmp").mkdir()
+    assert "in use" in ask(capsys, "manage", "--verify", "--pattern", ".tmp")[1]
+    os.utime(root / ".second.123.tmp", (0, 0))
     code, out, _ = ask(capsys, "manage", "--scan")
     assert code == 0 and [line.split()[0] for line in out.splitlines()] == ["leftover", "prepared", "prepared"]
     assert ask(capsys, "manage", "--verify", "--pattern", "first")[0] == 0

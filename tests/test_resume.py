@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import subprocess
 import sys
 import time
@@ -11,18 +12,25 @@ from pathlib import Path
 
 import pytest
 
-from mlx_npumoe import cache, preparation, recording
+from mlx_npumoe import cache, preparation, recording, unfinished
+from mlx_npumoe.__main__ import run
 from mlx_npumoe.prepared import PROFILE, Prepared
 from prepared_models import Maker
 
 SCRIPT = """
-import sys
-from mlx_npumoe import preparation
+import sys, time
+from mlx_npumoe import preparation, unfinished
 made = preparation._prepare_site
 def noted(weights, *rest):
     print("site", weights.site.path, flush=True)
+    time.sleep(0.1)
     return made(weights, *rest)
 preparation._prepare_site = noted
+keep = unfinished.keep
+def kept(folder, entry):
+    keep(folder, entry)
+    print("made", entry.path, flush=True)
+unfinished.keep = kept
 print("ready", flush=True)
 model, profile, plan, out = sys.argv[1:]
 preparation.prepare(model, profile=profile, plan=plan, out=out, progress=False)
@@ -105,27 +113,30 @@ def test_killed_at_random_moments_nothing_is_half_written_and_every_layer_is_mad
     plan = made.prepared.folder / "plan.json"
     command = [sys.executable, "-c", SCRIPT, str(made.folder), str(made.prepared.folder / PROFILE), str(plan), str(out)]
     chance, kills, done = random.Random(most), 0, 0
-    begun: list[str] = []
+    made_before: set[str] = set()
+    resumed = 0
     while kills < most:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        assert process.stdout is not None and process.stdout.readline() == "ready\n"
-        time.sleep(chance.random() * 1.2)
+        assert process.stdout is not None
+        text = "".join(process.stdout.readline() for _ in range(chance.randint(1, 6)))  # ready, site, made, site, ...
+        time.sleep(chance.random() * 0.4)
         process.kill()
-        text, err = process.communicate()
+        rest, err = process.communicate()
+        text += rest
         assert err == ""
-        begun += [line for line in text.splitlines() if line.startswith("site")]
-        if "done" in text:
-            done += 1
+        lines = [line.split() for line in text.splitlines()]
+        assert not {path for what, *rest in lines if what == "site" for path in rest} & made_before
+        resumed += bool(made_before)
+        made_before |= {path for what, *rest in lines if what == "made" for path in rest}
+        if out.exists():
+            done, made_before = done + 1, set()
             Prepared.open(out)
             assert Prepared.open(out).sites == made.prepared.sites
             for path in sorted(out.rglob("*"), reverse=True):
                 path.unlink() if path.is_file() else path.rmdir()
             out.rmdir()
-        else:
-            kills += 1
-            assert not out.exists() or Prepared.open(out)
-    # A layer is begun again only where the kill hit it.
-    assert len(begun) <= 3 * (done + 1) + kills
+        kills += "done" not in text
+    assert resumed > 0
 
 
 def test_two_at_once_both_succeed(tiny: Maker, tmp_path: Path) -> None:
@@ -158,12 +169,54 @@ def test_a_calibration_is_recorded_once(
     assert recording.calibrated(folder, **what).tokens == 256
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere")
-def test_a_cache_that_cannot_be_written_is_one_sentence(tiny: Maker, private_cache: Path) -> None:
-    private_cache.mkdir()
-    private_cache.chmod(0o500)
-    with pytest.raises(OSError):
-        preparation.prepare(str(tiny("mixtral").folder), max_tokens=128, progress=False)
+def test_a_cache_that_cannot_be_written_is_one_sentence(
+    tiny: Maker, private_cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    private_cache.write_text("a file where a folder should be")
+    assert run("prepare", ["--model", str(tiny("mixtral").folder), "--max-tokens", "128", "--quiet"]) == 1
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and "unexpected" not in err and str(private_cache) in err
+
+
+def test_a_run_stopped_before_the_last_rename_is_taken_up(
+    tiny: Maker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = tiny("mixtral")
+    out = shutil.copytree(made.prepared.folder, tmp_path / "out")
+    what = {"profile": made.prepared.folder / PROFILE, "plan": made.prepared.plan, "out": out, "progress": False}
+    with monkeypatch.context() as patch:
+        patch.setattr(cache, "_exchange", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            preparation.prepare(str(made.folder), **what)
+    (left,) = tmp_path.glob(".out.*.part")
+    (left / ".plan.123.json").write_text("half")
+    with monkeypatch.context() as patch:
+        sites = _interrupted(patch, at=99)
+        preparation.prepare(str(made.folder), **what)
+    assert sites == [] and Prepared.open(out).sites == made.prepared.sites
+
+
+def test_layers_made_under_other_rules_are_made_again(
+    tiny: Maker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, out = tiny("mixtral"), tmp_path / "out"
+    what = {"profile": made.prepared.folder / PROFILE, "plan": made.prepared.plan, "out": out, "progress": False}
+    with monkeypatch.context() as patch:
+        _interrupted(patch, at=3)
+        with pytest.raises(KeyboardInterrupt):
+            preparation.prepare(str(made.folder), **what)
+    monkeypatch.setattr(unfinished, "TOLERANCE", {"fp16": 1e-9, "int8": 1e-9})
+    sites = _interrupted(monkeypatch, at=99)
+    preparation.prepare(str(made.folder), **what)
+    assert len(sites) == 3
+
+
+def test_a_folder_in_use_is_left_alone(tmp_path: Path) -> None:
+    with cache.resumable(tmp_path / "out", "key") as first:
+        assert cache.in_use(first)
+        with cache.resumable(tmp_path / "out", "key") as second:
+            assert second != first
+    assert not cache.in_use(first) and not first.exists()
 
 
 def test_remains_are_swept_after_a_day(tmp_path: Path) -> None:

@@ -6,31 +6,38 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict
 
+from ..errors import UsageError
 from . import parse, parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; exit code 1 where `--verify` finds a fault."""
-    made = parser("manage", "List, verify or delete Prepared folders and demo models in the cache.")
+    made = parser("manage", "List, verify or delete what the cache keeps.")
     made.add_argument("--scan", action="store_true", help="List what there is (the default).")
-    made.add_argument("--verify", action="store_true", help="Compare every file with its hash.")
+    made.add_argument("--verify", action="store_true", help="Open everything and compare every file with its hash.")
     made.add_argument("--delete", action="store_true", help="Delete what matches the pattern, after asking.")
     made.add_argument("--pattern", default="", help="Part of a folder's or its model's name. Default: everything.")
     made.add_argument("--yes", action="store_true", help="Delete without asking.")
     args = parse(made, argv)
+
+    if args.delete and args.json and not args.yes:
+        raise UsageError("--delete with --json cannot ask; add --yes.")
 
     from ..storage import delete, fault, stored
 
     entries = stored(args.pattern)
     faults = {e.path: fault(e) for e in entries} if args.verify else {}
     bad = {path: reason for path, reason in faults.items() if reason}
-    gone = []
+    gone, failed = [], False
     if args.delete and entries and (args.yes or _confirmed([e.name for e in entries])):
         for entry in entries:
-            delete(entry)
-            gone.append(str(entry.path))
+            try:
+                delete(entry)
+                gone.append(str(entry.path))
+            except OSError as error:
+                failed, bad[entry.path] = True, f"not deleted: {error.strerror or error}"
     if args.json:
-        rows = [{**asdict(e), "path": str(e.path), "fault": faults.get(e.path)} for e in entries]
+        rows = [{**asdict(e), "path": str(e.path), "fault": bad.get(e.path)} for e in entries]
         print(json.dumps({"entries": rows, "deleted": gone}, indent=2))
         return int(bool(bad))
     if not entries:
@@ -41,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{e.kind:<9} {e.model or '?':<32} {size}  {e.age:<15} {e.path}{state}")
     if args.delete:
         print(f"Deleted {len(gone)} of {len(entries)}.")
-    return int(bool(bad))
+    return int(failed or bool(bad))
 
 
 def _confirmed(names: Sequence[str]) -> bool:
