@@ -88,7 +88,8 @@ def staged(final: Path, *, replace: bool = False) -> Iterator[Path]:
 
 @contextmanager
 def resumable(final: Path, key: str) -> Iterator[Path]:
-    """As `staged` with `replace`, but a run that is interrupted or killed leaves its folder to the next one.
+    """As `staged` with `replace`, but a run that is interrupted or killed leaves its folder to the next one,
+    for a day.
 
     The folder's name carries `key`, which has to tell apart all work that cannot be continued by other work. A run that
     fails leaves nothing, and neither does one that finds the folder in another run's hands: that one works apart.
