@@ -6,7 +6,7 @@ INSTALLED := $(VENV)/.installed
 DEMO := $(VENV)/.demo
 TYPED := build/typed
 
-.PHONY: help demo test lint bench families soak-quality soak-resume clean
+.PHONY: help demo test lint bench families soak-families soak-quality soak-resume clean
 
 help:
 	@echo "make demo   prepare the demo model and answer a question with its experts on a second device"
@@ -14,6 +14,7 @@ help:
 	@echo "make lint   ruff and mypy"
 	@echo "make bench  benchmarks of this machine"
 	@echo "make families   run every family of mlx-lm and write docs/families.md"
+	@echo "make soak-families   every family with its experts stored in every format"
 	@echo "make soak-resume   kill prepare at 30 random moments and resume it (two minutes)"
 	@echo "make soak-quality   perplexity of the demo model, stock against attached (about 20 minutes)"
 
@@ -51,6 +52,9 @@ families: $(INSTALLED)
 
 soak-resume: $(DEMO)
 	$(BIN)/python -m pytest -m soak tests/test_resume.py
+
+soak-families: $(DEMO)
+	$(BIN)/python -m pytest -m soak tests/test_stored_formats.py
 
 soak-quality: $(DEMO)
 	$(BIN)/python -m pytest -s -m soak tests/test_quality.py

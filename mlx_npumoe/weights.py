@@ -199,7 +199,7 @@ class ExpertWeights:
             data = self._checkpoint.read(key, start, start + size)
             return np.frombuffer(data, _DTYPES[entry.dtype][0]).reshape(shape)
         projection, parameter = name.split(".")
-        return _bits(self.module[projection][parameter])[expert]
+        return np.asarray(_bits(self.module[projection][parameter])[expert])
 
     def matrices(self, expert: int) -> ExpertMatrices:
         """One expert's matrices and biases in float32, dequantised where need be."""
@@ -223,7 +223,14 @@ class ExpertWeights:
             if q.mode == "affine":  # half-precision scales would round the weights to their own type
                 parts.update((name, parts[name].astype(mx.float32)) for name in ("scales", "biases"))
             weight = mx.dequantize(
-                weight, parts["scales"], parts.get("biases"), group_size=q.group_size, bits=q.bits, mode=q.mode
+                weight,
+                parts["scales"],
+                parts.get("biases"),
+                group_size=q.group_size,
+                bits=q.bits,
+                mode=q.mode,
+                global_scale=parts.get("global_scale"),
+                dtype=mx.float32,
             )
         bias = parts.get("bias")
         return np.array(weight.astype(mx.float32)), None if bias is None else np.array(bias.astype(mx.float32))

@@ -22,7 +22,6 @@ from mlx.utils import tree_flatten
 Config = dict[str, Any]
 
 WINDOW = 32  # sliding windows, smaller than a test's prompt
-GROUP_SIZE = 32  # of quantised models
 ROUTER_SCALE = 4  # so that routing is decided
 ROUTER_NAMES = ("gate", "router")
 
@@ -463,11 +462,10 @@ def names() -> list[str]:
     return known + [alias for alias, name in MODEL_REMAPPING.items() if name in known]
 
 
-def build(name: str, seed: int = 0, quantize: int | None = None, **changes: Any) -> nn.Module:
+def build(name: str, seed: int = 0, **changes: Any) -> nn.Module:
     """A model of `name` with random float32 weights, its routers' four times as large so that routing is decided.
 
-    What MLX starts at zero (routers, biases) is drawn too. `quantize` is a number of bits, in groups of 32; `changes`
-    replace entries of the configuration.
+    What MLX starts at zero (routers, biases) is drawn too. `changes` replace entries of the configuration.
     """
     from mlx_lm.utils import _get_classes
 
@@ -487,22 +485,9 @@ def build(name: str, seed: int = 0, quantize: int | None = None, **changes: Any)
         if value.ndim == 2 and path.startswith(routers):
             drawn[path] = value * ROUTER_SCALE
     model.load_weights(list(drawn.items()), strict=False)
-    if quantize is not None:
-        nn.quantize(model, group_size=GROUP_SIZE, bits=quantize, class_predicate=_predicate(model))
     model.eval()
     mx.eval(model.parameters())
     return model
-
-
-def _predicate(model: nn.Module) -> Any:
-    excluded = getattr(model, "quant_predicate", lambda path, module: True)
-
-    def quantised(path: str, module: nn.Module) -> bool:
-        if not hasattr(module, "to_quantized") or module.weight.shape[-1] % GROUP_SIZE:
-            return False
-        return bool(excluded(path, module))
-
-    return quantised
 
 
 def router(model: nn.Module, site_path: str) -> tuple[nn.Module, str]:

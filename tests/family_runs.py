@@ -27,6 +27,7 @@ from mlx_npumoe.recording import record
 from mlx_npumoe.sites import find_sites
 from mlx_npumoe.tensors import site_fingerprint, site_weights
 from replay import per_token_error, require_close_flips, run
+from stored_formats import store
 
 CHUNK, MIN_CHUNK = 128, 32
 SHAPES = ((1, 1), (1, 40), (1, 200), (2, 40))  # (B, T) of the calls
@@ -51,13 +52,15 @@ def tokens(batch: int, length: int) -> mx.array:
     return mx.array(np.random.default_rng([batch, length]).integers(2, 300, (batch, length)))
 
 
-def prepare_family(model: nn.Module, name: str, folder: Path, bits: int | None = None) -> Prepared:
-    """Write a model where mlx-lm would load it from, and prepare it with every expert on the device."""
-    config = families.config(name)
-    if bits is not None:
-        config["quantization"] = {"group_size": families.GROUP_SIZE, "bits": bits}
+def prepare_family(model: nn.Module, name: str, folder: Path, stored: str = "float32") -> Prepared:
+    """Write a model where mlx-lm would load it from, and prepare it with every expert on the device.
+
+    `stored` is one of STORED; the model becomes what a load would give.
+    """
+    config = families.config(name) | store(model, stored)
     (folder / "config.json").write_text(json.dumps(config))
     mx.save_safetensors(str(folder / "model.safetensors"), dict(tree_flatten(model.parameters())), {"format": "mlx"})
+    model.set_dtype(mx.float32)  # as load widens it here
     model_type, weights = site_weights(str(folder))
     profile = RoutingProfile(
         fingerprint=site_fingerprint(weights, model_type),
@@ -71,10 +74,10 @@ def prepare_family(model: nn.Module, name: str, folder: Path, bits: int | None =
     return prepare(str(folder), profile=profile, plan=plan, out=folder / "prepared", progress=False)
 
 
-def run_family(name: str, folder: Path, bits: int | None = None) -> Outcome:
+def run_family(name: str, folder: Path, stored: str = "float32") -> Outcome:
     """Prepare, attach and compare with stock; asserts all but the error's size."""
-    model = families.build(name, quantize=bits)
-    prepared = prepare_family(model, name, folder, bits)
+    model = families.build(name)
+    prepared = prepare_family(model, name, folder, stored)
     stock = {shape: run(model, lambda shape=shape: model(tokens(*shape))) for shape in SHAPES}
     with mlx_npumoe.attach(model, prepared, device="off"):
         off = model(tokens(1, 200))

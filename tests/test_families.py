@@ -37,7 +37,7 @@ def test_an_attached_family_is_stock_with_its_experts_on_the_device(name: str, t
 
 @pytest.mark.parametrize("name", ["gpt_oss", "phixtral", "nemotron_h"])  # biases, biases without a gate, neither
 def test_quantised_experts_of_other_forms(name: str, tmp_path: Path) -> None:
-    outcome = run_family(name, tmp_path, bits=4)
+    outcome = run_family(name, tmp_path, "affine4")
     assert outcome.error < 2e-3 and outcome.reasons == [None] * len(outcome.reasons)
 
 
