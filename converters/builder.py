@@ -10,6 +10,7 @@ Programs need macOS 13 (deployment target iOS16), for float16 ports and for int8
 from __future__ import annotations
 
 import json
+import tempfile
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -21,7 +22,7 @@ from mlx_npumoe.program import BODIES, BRANCHES, LAYOUTS, ExpertMatrices, Group,
 
 from . import activations, formats
 from .mil import SPEC_KEY
-from .toolkit import coremltools, no_progress_bars
+from .toolkit import coremltools, no_progress_bars, writing
 
 _one_at_a_time = threading.Lock()  # coremltools builds programs in global state
 _UNSTABLE_METADATA = ("com.github.apple.coremltools.conversion_date",)
@@ -43,7 +44,7 @@ def _build(spec: ProgramSpec, experts: Callable[[int], ExpertMatrices]) -> Any:
     ct = coremltools()
     target = getattr(ct.target, formats.TARGETS[spec.weights][0])
     program = _layer_program(spec, experts, target)
-    with no_progress_bars():
+    with no_progress_bars(), writing(f"in {tempfile.gettempdir()}"):
         model = ct.convert(
             program,
             convert_to="mlprogram",

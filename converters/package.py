@@ -13,6 +13,7 @@ from typing import Any
 from mlx_npumoe.errors import ProgramError
 
 from .mil import MODEL_FILE, SPEC_KEY, read_spec
+from .toolkit import writing
 
 SUFFIX = ".mlpackage"
 MANIFEST = "Manifest.json"  # names its parts by random identifiers, so it differs at every save
@@ -32,15 +33,14 @@ def write_package(model: Any, path: Path | str, *, release: bool = False) -> Pat
     fresh = path.with_name(f".{path.stem}.{token}.new{SUFFIX}")
     stale = path.with_name(f".{path.stem}.{token}.old{SUFFIX}")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        model.save(str(fresh))
-        model_file = fresh / MODEL_FILE
-        model_file.write_bytes(read_spec(fresh).SerializeToString(deterministic=True))
-        _flush(fresh)
-        _swap(fresh, path, stale)
-        _flush_folder(path.parent)
-    except OSError as error:
-        raise ProgramError(f"cannot write the program {path}: {error}; check the disk and its free space") from error
+        with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            model.save(str(fresh))
+            model_file = fresh / MODEL_FILE
+            model_file.write_bytes(read_spec(fresh).SerializeToString(deterministic=True))
+            _flush(fresh)
+            _swap(fresh, path, stale)
+            _flush_folder(path.parent)
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
         shutil.rmtree(stale, ignore_errors=True)

@@ -10,7 +10,10 @@ import functools
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
+
+from mlx_npumoe.errors import ProgramError
 
 
 @contextmanager
@@ -53,3 +56,17 @@ def no_progress_bars() -> Iterator[None]:
             yield
     finally:
         pass_pipeline.tqdm = shown
+
+
+@contextmanager
+def writing(where: Path | str) -> Iterator[None]:
+    """Turns what coremltools raises for a disk that is full or read-only into one sentence.
+
+    Its weight writer is C++ and throws a RuntimeError without the operating system's reason.
+    """
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "Writer" not in str(error):
+            raise
+        raise ProgramError(f"cannot write the program {where}: {error}; check the disk and its free space") from error
