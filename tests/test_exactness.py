@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
+import mlx_lm
 import numpy as np
 import pytest
+from mlx_lm.models.cache import make_prompt_cache
 
 import mlx_npumoe
 import tiny_models
@@ -166,3 +169,49 @@ def test_the_profile_is_the_same_by_numpy_and_by_mlx(monkeypatch: pytest.MonkeyP
         assert a.tokens == b.tokens == 300 and len(a.counts) == 2 and a.totals.sum() == 600
         for name in calibration.MAXIMA:
             assert a.maxima[name] == pytest.approx(b.maxima[name], rel=1e-4)
+
+
+def in_chunks(model: Any, x: mx.array, cache: list[Any], step: int) -> mx.array:
+    """Logits of all tokens, a prefill in steps as mlx-lm's loop runs it."""
+    return mx.concatenate([model(x[:, at : at + step], cache=cache) for at in range(0, x.shape[1], step)], axis=1)
+
+
+@pytest.mark.parametrize("kind", ["rotating", "quantised"])
+def test_every_cache_of_mlx_lm_sees_stocks_values(kind: str, tmp_path: Path, replay_router: Callable[..., Run]) -> None:
+    model = tiny_models.build("qwen3_moe", head_dim=32)  # MLX quantises keys in groups of 32
+    folder = tiny_models.save(model, tmp_path / "m", "qwen3_moe", head_dim=32)
+    prepared = prepare_all_hot(folder, tmp_path / "p")
+    x = tokens(300)
+    caches: list[list[Any]] = []
+
+    def forward() -> mx.array:
+        cache = make_prompt_cache(model, max_kv_size=96 if kind == "rotating" else None)
+        if kind == "quantised":
+            cache = [c.to_quantized(group_size=32, bits=8) for c in cache]
+        caches.append(cache)
+        return in_chunks(model, x, cache, 64)
+
+    stock = replay_router(model, forward)
+    with mlx_npumoe.attach(model, prepared) as engine:
+        replayed = replay_router(model, forward, stock)
+        assert engine.report().totals.launches == 3 * 5
+    assert per_token_error(replayed.logits, stock.logits).max() < (2e-3 if kind == "rotating" else 2e-2)  # 8-bit keys
+    if kind == "rotating":
+        for a, b in zip(*caches, strict=True):
+            assert a.keys.shape[2] < 300
+            for want, got in ((a.keys, b.keys), (a.values, b.values)):
+                assert mx.allclose(want, got, rtol=0, atol=2e-3 * mx.abs(want).max().item())
+
+
+def test_a_draft_model_makes_mlx_lm_prefill_in_steps_of_512(tiny: Maker) -> None:
+    made = tiny("mixtral")
+    model, draft = tiny_models.build("mixtral"), tiny_models.build("mixtral", seed=1)
+    prompt = tokens(1100)[0].tolist()
+    tokenizer = mlx_lm.utils.load_tokenizer(made.folder)
+    with mlx_npumoe.attach(model, made.prepared) as engine:
+        answer = mlx_npumoe.stream_generate(model, tokenizer, prompt, draft_model=draft, max_tokens=4)
+        assert len(list(answer)) == 4
+        totals = engine.report().totals
+    assert totals.fallbacks == 0
+    # 512 + 512 + 75 tokens of 1099 (the last one starts decoding); the last layer is not computed in a prefill
+    assert totals.launches == 2 * 3
