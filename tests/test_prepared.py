@@ -45,6 +45,18 @@ def _exchange_programs(manifest: dict) -> None:
     a["program"], b["program"] = b["program"], a["program"]
 
 
+def _link_weights(folder: Path) -> None:
+    weights = _weights(folder)
+    weights.rename(folder.parent / "weights elsewhere")
+    weights.symlink_to(folder.parent / "weights elsewhere")
+
+
+def _link_program(folder: Path) -> None:
+    program = sorted((folder / "programs").iterdir())[0]
+    program.rename(folder.parent / "program elsewhere")
+    program.symlink_to(folder.parent / "program elsewhere")
+
+
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "no manifest": (lambda f: (f / MANIFEST).unlink(), "not a Prepared folder"),
     "manifest is no JSON": (lambda f: (f / MANIFEST).write_text("{"), "not valid JSON"),
@@ -76,6 +88,11 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda f: _edit(f, lambda m: m["files"].update({"/etc/hostname": {"sha256": "", "bytes": 0}})),
         "outside the folder",
     ),
+    "empty": (lambda f: [shutil.rmtree(p) if p.is_dir() else p.unlink() for p in f.iterdir()], "not a Prepared folder"),
+    "half copied": (lambda f: shutil.rmtree(sorted((f / "programs").iterdir())[-1]), "missing"),
+    "an empty program": (lambda f: _weights(f).write_bytes(b""), "wrong size"),
+    "a program that is a link": (_link_weights, "outside the folder"),
+    "a link to a folder": (_link_program, "outside the folder"),
     "plan of another model": (lambda f: _edit(f, lambda m: m.update(fingerprint="0" * 64)), "another model"),
 }
 
