@@ -17,6 +17,7 @@ COMMANDS = {
     "plan": "decide which experts go to the device, from a routing profile",
     "programs": "emit or check the Core ML programs of a plan",
     "inspect": "show a model's experts and what could move",
+    "evaluate": "compare a model's quality on text with plain MLX",
     "manage": "list, verify and delete what is kept in the cache",
     "doctor": "show what works on this machine, what is off, and why",
 }
@@ -104,6 +105,11 @@ def programs() -> int:
 def inspect() -> int:
     """Console script `mlx_npumoe.inspect`."""
     return run("inspect")
+
+
+def evaluate() -> int:
+    """Console script `mlx_npumoe.evaluate`."""
+    return run("evaluate")
 
 
 def manage() -> int:

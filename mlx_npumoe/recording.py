@@ -44,7 +44,7 @@ def calibrate(
     Raises:
         ModelError, UsageError: the model or a text cannot be used.
     """
-    documents, source = _read_documents(text)
+    documents, source = read_documents(text)
     model_type, tensors = site_weights(path_or_repo)
     fingerprint = site_fingerprint(tensors, model_type)
     model, tokenizer, _ = loading.load_whole(loading.locate(path_or_repo))
@@ -89,7 +89,7 @@ def calibrated(
     path_or_repo: str, *, text: Sequence[str | Path] | None, max_tokens: int, sequence: int, progress: bool
 ) -> RoutingProfile:
     """As `calibrate`, but what was recorded of the same experts on the same text before is taken from the cache."""
-    documents, _ = _read_documents(text)
+    documents, _ = read_documents(text)
     model_type, tensors = site_weights(path_or_repo)
     model = [site_fingerprint(tensors, model_type), _files_key(loading.locate(path_or_repo))]
     same = [SCHEMA, version("mlx_npumoe"), version("mlx-lm"), model, documents, max_tokens, sequence]
@@ -119,7 +119,7 @@ def _files_key(folder: Path) -> list[tuple[str, ...]]:
     return key
 
 
-def _read_documents(text: Sequence[str | Path] | None) -> tuple[list[str], str]:
+def read_documents(text: Sequence[str | Path] | None) -> tuple[list[str], str]:
     """Documents to calibrate on, and where they come from."""
     if not text:
         return calibration_documents(), "shipped corpus"

@@ -6,7 +6,8 @@ An engine belongs to one model object. It never changes a parameter; after `clos
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -135,6 +136,19 @@ class Engine:
         if not stand_in._evaluated_in_prefill:
             return "mlx-lm never computes experts after the last cache in a generation's prefill"
         return f"no input of at least {stand_in._device.min_tokens} tokens came"
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """The model computes what stock does, to the bit, for the length of a block."""
+        devices = [(stand_in, stand_in._device) for stand_in in self.stand_ins.values()]
+        try:
+            for stand_in, _ in devices:
+                stand_in._device = None
+            yield
+        finally:
+            if self.device is not None:  # not closed meanwhile
+                for stand_in, device in devices:
+                    stand_in._device = device
 
     def close(self) -> None:
         """Detach the model and release the device. Safe to call twice."""

@@ -231,7 +231,9 @@ def test_the_list_of_commands() -> None:
     assert main(["inspect", "--model", "/nonexistent"]) == 1
 
 
-@pytest.mark.parametrize("command", ["prepare", "calibrate", "plan", "programs", "inspect", "manage", "doctor"])
+@pytest.mark.parametrize(
+    "command", ["prepare", "calibrate", "plan", "programs", "inspect", "evaluate", "manage", "doctor"]
+)
 def test_help_imports_nothing_heavy(command: str) -> None:
     code = (
         f"import sys; from mlx_npumoe.__main__ import main\ntry: main(['{command}', '--help'])\n"
@@ -240,7 +242,7 @@ def test_help_imports_nothing_heavy(command: str) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stderr.strip() == "[]"
-    assert len(COMMANDS) == 8
+    assert len(COMMANDS) == 9
 
 
 def test_an_interrupted_command_ends_quietly(tiny: Maker, tmp_path: Path) -> None:
