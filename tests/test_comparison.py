@@ -98,7 +98,9 @@ def test_what_cannot_be_compared_is_refused() -> None:
             compare(Bigram(table), Bigram(table), texts, window=window, progress=False)
 
 
-def test_the_command(tiny: Maker, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command(
+    tiny: Maker, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     made = tiny("mixtral")
     text = tmp_path / "t.txt"
     text.write_text("The judge of my vow is black quartz. " * 20)
@@ -111,5 +113,7 @@ def test_the_command(tiny: Maker, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert run("evaluate", [*argv, "--max-tokens", "100"]) == 0
     out = capsys.readouterr().out
     assert "99 tokens of 1 documents" in out and "Experts: 3 of 3 layers" in out
-    assert run("evaluate", [*argv, "--device", "off"]) == 2
+    monkeypatch.setattr("mlx_npumoe.generation.resolve", lambda name: None)  # as on a Mac, today
+    assert run("evaluate", argv[:2]) == 2
+    assert "nothing to compare" in capsys.readouterr().err
     assert run("evaluate", [*argv[:4], "--text", str(tmp_path / "absent.txt")]) == 2

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from typing import Any
 
-from ..devices import DEVICES
 from ..errors import UsageError
 from . import parse, parser, positive
 
@@ -19,7 +19,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     made.add_argument("--model", required=True, help="Folder, hub repository or demo:NAME.")
     made.add_argument("--prepared", default="auto", metavar="FOLDER", help="'auto' looks in the cache.")
-    made.add_argument("--device", choices=DEVICES, default="auto", help="Where hot experts run.")
+    made.add_argument("--device", choices=("auto", "interpreter"), default="auto", help="Where hot experts run.")
     made.add_argument(
         "--text",
         nargs="+",
@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "and a --device."
         )
 
-    def reference(tokens: object) -> object:
+    def reference(tokens: Any) -> Any:
         with attached.paused():
             return model(tokens)
 
