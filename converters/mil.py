@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from mlx_npumoe.errors import ProgramError
+from mlx_npumoe.program import MAIN
 
 from .toolkit import protobufs
 
@@ -151,20 +152,39 @@ class Graph:
         return sum(c.nbytes for op in self.operations for c in op.constants.values())
 
 
-def load_graph(model: Path | str | Any, function: str = "main") -> Graph:
-    """The graph of a saved package (a path) or of a coremltools MLModel.
+def load_graph(model: Path | str | Any, function: str = MAIN) -> Graph:
+    """The graph of a function of a saved package (a path) or of a coremltools MLModel.
 
-    Raises ProgramError where there is no readable ML Program.
+    Raises ProgramError where there is no readable ML Program with that function.
     """
-    if isinstance(model, str | Path):
-        root = Path(model)
-        source, spec, weights = str(root), read_spec(root), root / WEIGHTS_FOLDER
-    else:
-        source, spec, weights = "program in memory", model.get_spec(), Path(model.weights_dir or "")
+    source, spec, weights = _opened(model)
     if spec.WhichOneof("Type") != "mlProgram" or function not in spec.mlProgram.functions:
         raise ProgramError(f"{source} is not an ML Program with a function {function!r}")
     _, mil = protobufs()
-    return _Reader(mil, source, weights).graph(spec, spec.mlProgram.functions[function])
+    return _Reader(mil, source, weights).graph(_description(spec, function), spec.mlProgram.functions[function])
+
+
+def function_names(model: Path | str | Any) -> tuple[str, ...]:
+    """The functions of a saved package (a path) or of a coremltools MLModel, in alphabetical order.
+
+    Raises ProgramError where there is no readable ML Program.
+    """
+    source, spec, _ = _opened(model)
+    if spec.WhichOneof("Type") != "mlProgram":
+        raise ProgramError(f"{source} is not an ML Program")
+    return tuple(sorted(spec.mlProgram.functions))
+
+
+def _opened(model: Path | str | Any) -> tuple[str, Any, Path]:
+    """How to call a model, its specification, and the folder of its weight files."""
+    if isinstance(model, str | Path):
+        return str(model), read_spec(Path(model)), Path(model) / WEIGHTS_FOLDER
+    return "program in memory", model.get_spec(), Path(model.weights_dir or "")
+
+
+def _description(spec: Any, function: str) -> Any:
+    """The ports a function has for Core ML's users: its own description where there are several functions."""
+    return next((d for d in spec.description.functions if d.name == function), spec.description)
 
 
 def read_spec(package: Path) -> Any:
@@ -189,13 +209,13 @@ class _Reader:
         self.source = source
         self.weights = weights
 
-    def graph(self, spec: Any, function: Any) -> Graph:
+    def graph(self, description: Any, function: Any) -> Graph:
         block = function.block_specializations[function.opset]
         inputs = tuple(Port(port.name, self.type(port.type)) for port in function.inputs)
         operations = tuple(self.operation(op) for op in block.operations)
         types = {port.name: port.type for op in operations for port in op.outputs}
         types.update({port.name: port.type for port in inputs})
-        described = (*spec.description.input, *spec.description.output)
+        described = (*description.input, *description.output)
         flexible = tuple(d.name for d in described if d.type.multiArrayType.WhichOneof("ShapeFlexibility") is not None)
         outputs = tuple(Port(name, types[name]) for name in block.outputs)
         return Graph(self.source, inputs, outputs, operations, flexible)

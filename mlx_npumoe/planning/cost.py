@@ -68,7 +68,7 @@ class SiteCost:
     """Times of one site under any choice of capacities (ours, after papers 1.2 [PROPOSAL] and coreml 2.4).
 
     ```
-    device = launch + sum over hot e of 2*M*D*F*C_e / rate(C_e) + weight bytes / weight bandwidth
+    device = programs * launch + sum over hot e of 2*M*D*F*C_e / rate(C_e) + weight bytes / weight bandwidth
     local  = overhead + sum over cold e of t(n_e) + sum over hot e of t(max(n_e - C_e, 0))
     serial = join + 2*D*rows / pack bandwidth + 2*D*rows / unpack bandwidth
     layer  = serial + max(device, local)
@@ -90,15 +90,15 @@ class SiteCost:
         alone = self._alone if scale == 1.0 else self._seconds(self._loads * scale)
         return float(self._with_overhead(alone.sum(axis=1)).mean())
 
-    def times(self, capacities: np.ndarray, scale: float = 1.0) -> LayerTimes:
-        """The split with these capacities `(E,)`, 0 for cold experts, and the loads times `scale`."""
+    def times(self, capacities: np.ndarray, scale: float = 1.0, programs: int = 1) -> LayerTimes:
+        """The split with these capacities `(E,)`, 0 for cold experts, in so many programs, and loads times `scale`."""
         figures = self._profile
         hot = capacities > 0
         if not hot.any():
             alone_s = self.stock_s(scale)
             return LayerTimes(0.0, alone_s, 0.0, alone_s)
         rows = int(capacities.sum())
-        device_s = figures.launch_s.value
+        device_s = programs * figures.launch_s.value
         device_s += float(figures.device_rate.seconds(capacities[hot], self._row_flops).sum())
         if figures.weight_gbps is not None:
             device_s += int(hot.sum()) * self._expert_bytes / (figures.weight_gbps.value * 1e9)
