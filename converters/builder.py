@@ -4,7 +4,7 @@ Layout `layer`: one program holds all groups, with an input and an output per gr
 into experts on the channel axis, every expert is three dense 1x1 convolutions, and the results are joined on the
 channel axis. Knows neither models nor devices.
 
-Programs need macOS 13 (deployment target iOS16), for float16 ports and for int8 weights alike.
+The lowest macOS that loads a program follows from its weight format (`formats.TARGETS`).
 """
 
 from __future__ import annotations
