@@ -11,8 +11,8 @@ experts of a group is its body:
 A package can hold several functions of one set of experts, one for each set of capacities, that share their weights.
 Knows neither models nor devices.
 
-Programs need macOS 13 (deployment target iOS16), for float16 ports and for int8 weights alike; several functions need
-macOS 15.
+The lowest macOS that loads a program follows from its weight format (`formats.TARGETS`); several functions need macOS
+15.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ import numpy as np
 from mlx_npumoe.errors import ProgramError
 from mlx_npumoe.program import BRANCHES, CHANNELS, MAIN, PROGRAM_BYTES, SURFACE_ROWS, ProgramSpec
 
+from . import compressed, formats
 from .mil import Graph, Operation, Port, function_names, load_graph
 
 KNOWN_OPERATIONS = frozenset(
@@ -44,6 +45,7 @@ class Limits:
 
 
 DEFAULT_LIMITS = Limits()
+_WIDE_OFFSET = ("constexpr_blockwise_shift_scale", "offset")  # may be float32: the weight it gives is float16
 
 
 @dataclass(frozen=True)
@@ -185,7 +187,12 @@ def _float32(graph: Graph, limits: Limits) -> Iterator[Finding]:
         if port.type.dtype == "FLOAT32":
             yield wide(port.name, "this input")
     for op in graph.operations:
-        parts = [c for args in op.inputs.values() for c in args if not isinstance(c, str)]
+        parts = [
+            c
+            for key, args in op.inputs.items()
+            for c in args
+            if not isinstance(c, str) and (op.kind, key) != _WIDE_OFFSET
+        ]
         if op.kind != "const":
             parts += op.constants.values()
         if any(c.type.dtype == "FLOAT32" for c in parts):
@@ -326,6 +333,30 @@ def _ports(graph: Graph, spec: ProgramSpec) -> Iterator[Finding]:
                 )
 
 
+def _formats(graph: Graph, spec: ProgramSpec) -> Iterator[Finding]:
+    """Every convolution's weight is kept in the spec's format."""
+    wanted = formats.OPERATIONS[spec.weights]
+    for op in graph.operations:
+        weight = op.inputs.get("weight", (None,))[0]
+        source = graph.producers.get(weight) if isinstance(weight, str) else None
+        if op.kind != "conv" or source is None:
+            continue
+        found = (source.kind, compressed.table_size(source))
+        if found != wanted:
+            shown = f"{found[0]} with a table of {found[1]}" if found[1] else found[0]
+            yield Finding("format", op.name, f"its weight is a {shown}, not {spec.weights}", "prepare it again")
+
+
+def _compressed_weights(graph: Graph, limits: Limits) -> Iterator[Finding]:
+    """Compressed weights decompress to what they declare; all of them are read."""
+    for op in graph.operations:
+        if compressed.is_compressed(op):
+            try:
+                compressed.decompressed(graph, op)
+            except ProgramError as error:
+                yield Finding("compressed", op.name, str(error).partition(";")[0], "prepare it again")
+
+
 RULES: tuple[Rule, ...] = (
     _unknown_operations,
     _rank,
@@ -337,5 +368,6 @@ RULES: tuple[Rule, ...] = (
     _branches,
     _groups,
     _weights,
+    _compressed_weights,
 )
-FORM_RULES: tuple[Callable[[Graph, ProgramSpec], Iterator[Finding]], ...] = (_ports, _form)
+FORM_RULES: tuple[Callable[[Graph, ProgramSpec], Iterator[Finding]], ...] = (_ports, _form, _formats)

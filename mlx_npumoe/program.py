@@ -14,8 +14,11 @@ import numpy as np
 
 from .activations import SILU, Activation
 
-WeightFormat = Literal["fp16", "int8"]
-WEIGHT_FORMATS: tuple[WeightFormat, ...] = ("fp16", "int8")
+WeightFormat = Literal["fp16", "int8", "lut8", "lut6", "lut4", "int4"]
+WEIGHT_FORMATS: tuple[WeightFormat, ...] = ("fp16", "int8", "lut8", "lut6", "lut4", "int4")
+LOWEST_MACOS: dict[WeightFormat, str] = {  # whose Core ML loads programs of the format
+    "fp16": "13.0", "int8": "13.0", "lut8": "13.0", "lut6": "13.0", "lut4": "13.0", "int4": "15.0",
+}  # fmt: skip
 LAYOUTS = ("layer", "groups")  # one program a site, or one a group
 BODIES = ("split", "grouped", "separate")  # what a program does with the experts of a group
 BRANCHES = 8  # experts that meet in one concat; more make the Neural Engine's compiler explode

@@ -12,10 +12,12 @@ from .converters import builder, lint
 from .converters import package as packages
 from .devices.interpreter import InterpreterDevice
 from .errors import ProgramError
-from .program import ExpertMatrices, ProgramSpec
+from .program import ExpertMatrices, ProgramSpec, WeightFormat
 
 CHECK_ROWS = 16  # rows an expert gets in the comparison
-TOLERANCE = {"fp16": 0.01, "int8": 0.05}  # relative L2 of the worst expert
+TOLERANCE: dict[WeightFormat, float] = {  # relative L2 of the worst expert
+    "fp16": 0.01, "int8": 0.05, "lut8": 0.05, "lut6": 0.15, "lut4": 0.4, "int4": 0.3,
+}  # fmt: skip
 
 
 Experts = Callable[[int], ExpertMatrices]

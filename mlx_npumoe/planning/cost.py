@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..activations import Activation
+from ..converters.blockwise import block_size
 from ..errors import PreparedError
 from ..program import WeightFormat
 from .device_profile import DeviceProfile
@@ -49,10 +50,23 @@ class SiteLoads:
         return np.asarray(self.loads, dtype=np.float64).mean(axis=0)
 
 
+WEIGHT_BITS: dict[WeightFormat, int] = {"fp16": 16, "int8": 8, "lut8": 8, "lut6": 6, "lut4": 4, "int4": 4}
+
+
 def expert_bytes(hidden: int, width: int, weights: WeightFormat, matrices: int = 3) -> int:
-    """Bytes of one expert's two or three matrices in a program; int8 has an fp16 scale an output row."""
-    values = matrices * hidden * width
-    return 2 * values if weights == "fp16" else values + 2 * ((matrices - 1) * width + hidden)
+    """Bytes of one expert's two or three matrices in a program, scales and tables included.
+
+    int8 has an fp16 scale an output row, a palette an fp16 table a matrix. int4 has a scale of 2 and an offset of at most
+    4 bytes a block: these are the most it takes, a model stored in larger groups takes less.
+    """
+    shapes = [(width, hidden)] * (matrices - 1) + [(hidden, width)]  # (out, in)
+    bits = WEIGHT_BITS[weights]
+    total = sum(-(-rows * columns * bits // 8) for rows, columns in shapes)
+    if weights == "int8":
+        return total + 2 * sum(rows for rows, _ in shapes)
+    if weights == "int4":
+        return total + 6 * sum(rows * (columns // block_size(columns)) for rows, columns in shapes)
+    return total if weights == "fp16" else total + matrices * 2 * 2**bits
 
 
 class LayerTimes(NamedTuple):
