@@ -38,13 +38,13 @@ def _groups(graph: Graph, op: Operation) -> int:
 
 
 class _Rewriting:
-    """One pass over a graph. `parts` holds the branches' values of a value that exists in parts."""
+    """One pass over a graph. `parts` holds, for each value that exists in parts, their names by their number."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         self.types = {port.name: port.type for port in graph.inputs}
         self.types.update({port.name: port.type for op in graph.operations for port in op.outputs})
-        self.parts: dict[str, tuple[str, ...]] = {}
+        self.parts: dict[str, dict[int, tuple[str, ...]]] = {}
         self.whole = set(self.types)
 
     def operations(self) -> Iterator[Operation]:
@@ -72,18 +72,16 @@ class _Rewriting:
         if op.kind not in ELEMENTWISE or len(op.outputs) != 1:
             return None
         computed = {name for name in op.operands() if self.graph.find_constant(name) is None}
-        counts = {len(self.parts.get(name, ())) for name in computed}
+        counts = set.intersection(*({*self.parts.get(name, ())} for name in computed)) if computed else set()
         constants = [self.graph.find_constant(a) for args in op.inputs.values() for a in args]
         single = all(c is None or c.type.shape == () for c in constants)
         same_shape = all(self.types[name].shape == op.outputs[0].type.shape for name in computed)
-        if len(counts) != 1 or counts == {0} or not single or not same_shape:
-            return None
-        return counts.pop(), computed
+        return (max(counts), computed) if counts and single and same_shape else None
 
     def _elementwise(self, op: Operation, count: int, computed: set[str]) -> Iterator[Operation]:
         for g in range(count):
             inputs = {
-                key: tuple(self.parts[a][g] if isinstance(a, str) and a in computed else a for a in args)
+                key: tuple(self.parts[a][count][g] if isinstance(a, str) and a in computed else a for a in args)
                 for key, args in op.inputs.items()
             }
             yield replace(
@@ -95,13 +93,13 @@ class _Rewriting:
         self, op: Operation, count: int, weights: Sequence[Operation], biases: Sequence[Operation | None]
     ) -> Iterator[Operation]:
         x = str(op.inputs["x"][0])
-        if len(self.parts.get(x, ())) != count:
+        if count not in self.parts.get(x, {}):
             yield from self._join(x)
             yield self._split(x, count)
         for g, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
             yield weight
             inputs = {key: args for key, args in op.inputs.items() if key not in ("groups", "bias")}
-            inputs |= {"x": (self.parts[x][g],), "weight": (weight.outputs[0].name,)}
+            inputs |= {"x": (self.parts[x][count][g],), "weight": (weight.outputs[0].name,)}
             if bias is not None:
                 yield bias
                 inputs["bias"] = (bias.outputs[0].name,)
@@ -111,27 +109,31 @@ class _Rewriting:
         self._in_parts(op.outputs[0].name, count)
 
     def _part(self, value: str, g: int, count: int) -> Port:
-        return Port(f"{value}[{g}]", _cut_type(self.types[value], 1, count))
+        return Port(f"{value}[{g} of {count}]", _cut_type(self.types[value], 1, count))
 
     def _in_parts(self, value: str, count: int) -> None:
-        self.parts[value] = tuple(f"{value}[{g}]" for g in range(count))
+        """Note that a value is made in parts and not as a whole."""
+        self._have(value, count)
         self.whole.discard(value)
 
+    def _have(self, value: str, count: int) -> None:
+        self.parts.setdefault(value, {})[count] = tuple(self._part(value, g, count).name for g in range(count))
+
     def _split(self, value: str, count: int) -> Operation:
-        self.parts[value] = tuple(f"{value}[{g}]" for g in range(count))
+        self._have(value, count)
         numbers = {"axis": (_number(1),), "num_splits": (_number(count),)}
         outputs = tuple(self._part(value, g, count) for g in range(count))
         return Operation("split", f"{value} in {count}", {"x": (value,), **numbers}, outputs, {})
 
     def _join(self, value: str) -> Iterator[Operation]:
         """The whole of a value somebody needs, once."""
-        if value in self.whole or value not in self.parts:
+        if value in self.whole:
             return
         self.whole.add(value)
         inputs: dict[str, tuple[str | Constant, ...]] = {
             "axis": (_number(1),),
             "interleave": (Constant(Type("BOOL"), np.bool_(False)),),
-            "values": self.parts[value],
+            "values": next(iter(self.parts[value].values())),
         }
         yield Operation("concat", value, inputs, (Port(value, self.types[value]),), {})
 
