@@ -126,7 +126,8 @@ def prepare(
         out: folder to write; the cache folder of the model's fingerprint where None.
         chunk: tokens a launch at most; give generate's prefill step.
         tiers: `quantile` or `uniform` capacities.
-        weights: `int8` (per channel) or `fp16` programs.
+        weights: format of the programs' weights: `int8` (per channel), `fp16`, `lut8`, `lut6`, `lut4` (a table a matrix),
+            `int4` (in blocks; the model's own 4-bit weights as they are).
         layout: `layer`, one program a site. body: `split`, dense convolutions between a split and a concat.
         profile: a routing profile made before; the model is then never loaded whole.
         plan: a plan made before, for this model; chunk, tiers, weights, layout and body are then the plan's.

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..planning.tiers import TIER_POLICIES
-from ..program import BODIES, DEFAULT_CHUNK, LAYOUTS, WEIGHT_FORMATS
-from . import parse, parser, positive, require_parent
+from ..program import BODIES, DEFAULT_CHUNK, LAYOUTS, LOWEST_MACOS, WEIGHT_FORMATS
+from . import WEIGHTS_HELP, parse, parser, positive, require_parent
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -19,7 +19,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     made.add_argument("--explain", action="store_true", help="Print the plan layer by layer, with reasons.")
     made.add_argument("--chunk", type=positive, default=DEFAULT_CHUNK)
     made.add_argument("--tiers", choices=TIER_POLICIES, default="quantile")
-    made.add_argument("--weights", choices=WEIGHT_FORMATS, default="int8")
+    made.add_argument("--weights", choices=WEIGHT_FORMATS, default="int8", help=WEIGHTS_HELP)
     made.add_argument("--layout", choices=LAYOUTS, default="layer")
     made.add_argument("--body", choices=BODIES, default="split")
     made.add_argument(
@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     elif args.explain:
         print(made_plan.explain())
     if not args.json:
-        print(f"Plan: {args.out}")
+        print(f"Plan: {args.out} ({args.weights} programs, macOS {LOWEST_MACOS[args.weights]} or later)")
     return 0
 
 

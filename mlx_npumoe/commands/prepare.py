@@ -6,8 +6,8 @@ import json
 from collections.abc import Sequence
 
 from ..planning.tiers import TIER_POLICIES
-from ..program import BODIES, DEFAULT_CHUNK, DEFAULT_TOKENS, LAYOUTS, WEIGHT_FORMATS
-from . import parse, parser, positive
+from ..program import BODIES, DEFAULT_CHUNK, DEFAULT_TOKENS, LAYOUTS, LOWEST_MACOS, WEIGHT_FORMATS
+from . import WEIGHTS_HELP, parse, parser, positive
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -22,7 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--chunk", type=positive, default=DEFAULT_CHUNK, help="Tokens a launch, at most (generate's prefill step)."
     )
     made.add_argument("--tiers", choices=TIER_POLICIES, default="quantile")
-    made.add_argument("--weights", choices=WEIGHT_FORMATS, default="int8", help="Weight format of the programs.")
+    made.add_argument("--weights", choices=WEIGHT_FORMATS, default="int8", help=WEIGHTS_HELP)
     made.add_argument("--layout", choices=LAYOUTS, default="layer")
     made.add_argument("--body", choices=BODIES, default="split")
     made.add_argument("--profile", metavar="FILE", help="A routing profile; the model is then never loaded whole.")
@@ -59,6 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "programs": sum(s.program is not None for s in sites),
         "program_bytes": nbytes,
         "weights": prepared.plan.weights,
+        "lowest_macos": LOWEST_MACOS[prepared.plan.weights],
         "worst_relative_l2": max(errors, default=None),
     }
     if args.json:
@@ -67,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     worst = f", furthest from MLX by {max(errors):.2g} (relative L2)" if errors else ""
     print(
         f"Prepared {prepared.model}: {summary['programs']} of {summary['layers']} layers have a program "
-        f"({nbytes / 1e6:.1f} MB, {prepared.plan.weights}){worst}."
+        f"({nbytes / 1e6:.1f} MB, {prepared.plan.weights}, macOS {summary['lowest_macos']} or later){worst}."
     )
     print(f"Folder: {prepared.folder}")
     print(f"Next: mlx_npumoe.generate --model {prepared.model} --prompt ...")
