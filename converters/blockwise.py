@@ -5,12 +5,14 @@ the values of every block lie on up to 16 evenly spaced numbers, their places ar
 quantisation is reused whichever way the matrix came here, scaled by a power of two included. Any other block is
 quantised by least squares. Knows matrices, not programs.
 
-The arithmetic is float32, rounded to float16 at the end. Three cases, by the scales a model was stored with:
+The arithmetic is float32, rounded to float16 at the end. How near that comes depends on what the model's scales were
+stored in:
 
-* bfloat16: every weight is bit for bit the float16 nearest to MLX's (the steps of a product of 8-bit numbers are wide
-  enough that float32 reaches exactly what MLX computes, ties included);
-* float16: no weight is further from MLX's than the nearest float16; of two that are equally near, it may be the other;
-* float32: a scale has to be rounded to float16, weights are within one step of float16.
+* bfloat16: bit for bit the float16 nearest to MLX's weight, in blocks with values on both sides of zero (the steps of a
+  product of 8-bit numbers are wide enough that float32 reaches what MLX computes, ties included);
+* float16, and blocks on one side of zero: as near to MLX's weight as the nearest float16, up to 2**-22 of the block's
+  largest weight; of two that are equally near it may be the other;
+* float32: the scale has to be rounded to float16; weights are within one step of float16.
 """
 
 from __future__ import annotations
@@ -83,34 +85,32 @@ def _stored(matrix: np.ndarray, size: int) -> Blocks:
     if not found.all():
         codes[~found], scale[~found], offset[~found] = _least_squares(rows[~found])
     scale = scale.astype(np.float16).astype(np.float32)
-    wanted = rows.astype(np.float16)
-    half = offset.astype(np.float16)
-    missed = _misses(codes, scale, half.astype(np.float32), wanted)
-    if missed.any():
-        full = offset.astype(np.float32)
-        left = _nudged(codes, scale, full, wanted)
-        if left < missed.sum():
+    half, full = offset.astype(np.float16), offset.astype(np.float32)
+    misses = _misses(rows, codes, scale, half.astype(np.float32))
+    if misses.any():
+        misses_of_full = _nudge(rows, codes, scale, full)
+        if misses_of_full.sum() < misses.sum():
             return _assembled(matrix, codes, scale, full, np.dtype(np.float32))
     return _assembled(matrix, codes, scale, half, np.dtype(np.float16))
 
 
-def _misses(codes: np.ndarray, scale: np.ndarray, offset: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """Weights of each block that are not the float16 they should be, `(n,)`."""
-    values = (codes - offset[:, None]) * scale[:, None]
-    return np.asarray((values.astype(np.float16) != wanted).sum(axis=1))
+def _misses(rows: np.ndarray, codes: np.ndarray, scale: np.ndarray, offset: np.ndarray) -> np.ndarray:
+    """Weights of each block that are not the nearest float16, `(n,)`."""
+    got = (codes - offset[:, None]) * scale[:, None]
+    return np.asarray((got.astype(np.float16) != rows.astype(np.float16)).sum(axis=1))
 
 
-def _nudged(codes: np.ndarray, scale: np.ndarray, offset: np.ndarray, wanted: np.ndarray) -> int:
-    """Move offsets to a neighbouring float32 where that makes more weights right, in place; how many stay wrong."""
-    missed = _misses(codes, scale, offset, wanted)
-    at = np.flatnonzero(missed)
+def _nudge(rows: np.ndarray, codes: np.ndarray, scale: np.ndarray, offset: np.ndarray) -> np.ndarray:
+    """Move offsets to a neighbouring float32 where blocks get better by it, in place; their misses then."""
+    misses = _misses(rows, codes, scale, offset)
+    at = np.flatnonzero(misses)
     middle = offset[at]
     for side in (np.float32(-np.inf), np.float32(np.inf)):
         moved = np.nextafter(middle, side)
-        now = _misses(codes[at], scale[at], moved, wanted[at])
-        better = now < missed[at]
-        offset[at[better]], missed[at[better]] = moved[better], now[better]
-    return int(missed.sum())
+        now = _misses(rows[at], codes[at], scale[at], moved)
+        better = now < misses[at]
+        offset[at[better]], misses[at[better]] = moved[better], now[better]
+    return misses
 
 
 def _even_steps(rows: np.ndarray) -> tuple[tuple[np.ndarray, np.ndarray, np.ndarray], np.ndarray]:

@@ -35,7 +35,8 @@ def decompressed(graph: Graph, op: Operation) -> np.ndarray:
         source = graph.producers.get(found)
         if source is None or source.kind not in KINDS:
             raise ValueError(f"its {name} is not a constant")
-        return decompressed(graph, source)
+        inner = decompressed(graph, source)
+        return inner.astype(np.float16) if source.outputs[0].type.dtype == "FLOAT16" else inner
 
     try:
         values = KINDS[op.kind](op, part)

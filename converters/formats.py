@@ -75,7 +75,9 @@ def _emit_lut(mb: Any, matrix: np.ndarray, name: str, width: int) -> Any:
     from coremltools.converters.mil.mil.block import curr_opset_version
 
     indices, table = palettes.palette(to_float16(matrix, name), width)
-    if curr_opset_version().name == "iOS18":  # the operation of that name changed: numbers of few bits, one table a block
+    if (
+        curr_opset_version().name == "iOS18"
+    ):  # the operation of that name changed: numbers of few bits, one table a block
         dtypes = {8: np.uint8, 6: types.np_uint6_dtype, 4: types.np_uint4_dtype}
         return mb.constexpr_lut_to_dense(
             indices=_kernel(indices).astype(dtypes[width]), lut=table.reshape(1, 1, 1, 1, -1, 1), name=name

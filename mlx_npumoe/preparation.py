@@ -127,7 +127,8 @@ def prepare(
         out: folder to write; the cache folder of the model's fingerprint where None.
         chunk: tokens a launch at most; give generate's prefill step.
         tiers: `quantile` or `uniform` capacities.
-        weights: `int8` (per channel) or `fp16` programs.
+        weights: format of the programs' weights: `int8` (per channel), `fp16`, `lut8`, `lut6`, `lut4` (a table a matrix),
+            `int4` (in blocks; the model's own 4-bit weights as they are).
         layout: `layer`, one program a site, or `groups`, one for each group of experts.
         body: `split`, dense convolutions between a split and a concat; `grouped`, grouped convolutions; or `separate`,
             ports for each expert, for compilers that take neither.

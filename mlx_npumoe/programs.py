@@ -96,5 +96,5 @@ def require_accuracy(error: dict[str, float], spec: ProgramSpec, where: str) -> 
     if not error["relative_l2"] <= limit:
         raise ProgramError(
             f"The {spec.weights} program of {where} differs from MLX by {error['relative_l2']:.3g} (limit {limit:g}); "
-            "prepare with --weights fp16, or report this model."
+            "prepare with a format of more bits (--weights int8 or fp16), or report this model."
         )

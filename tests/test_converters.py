@@ -16,15 +16,17 @@ from hypothesis import strategies as st
 from expert_programs import HIDDEN, WIDTH, exact_expert, random_expert, saved, tiny_spec
 from mlx_npumoe.activations import Activation
 from mlx_npumoe.converters import formats, package
+from mlx_npumoe.converters.blockwise import block_size
 from mlx_npumoe.converters.builder import build_program
 from mlx_npumoe.converters.mil import describe, load_graph
 from mlx_npumoe.errors import ProgramError
-from mlx_npumoe.program import ExpertMatrices, Group, ProgramSpec
+from mlx_npumoe.planning.cost import expert_bytes
+from mlx_npumoe.program import WEIGHT_FORMATS, ExpertMatrices, Group, ProgramSpec, WeightFormat
 
 GOLDEN = Path(__file__).parent / "golden"
 
 
-@pytest.mark.parametrize("weights", ["fp16", "int8"])
+@pytest.mark.parametrize("weights", WEIGHT_FORMATS)
 def test_emitted_program_is_the_golden_one(tmp_path: Path, weights: str) -> None:
     """Delete the file in tests/golden and run again to accept a change."""
     spec = ProgramSpec(64, 32, (Group((2, 5), 32), Group((0,), 64)), weights=weights, up_shift=1)  # type: ignore[arg-type]
@@ -37,24 +39,25 @@ def test_emitted_program_is_the_golden_one(tmp_path: Path, weights: str) -> None
 
 
 def test_same_spec_gives_the_same_package_in_another_process(tmp_path: Path) -> None:
-    spec = tiny_spec(weights="int8")
-    first = saved(spec, tmp_path / "a.mlpackage")
     script = (
         "import sys; from pathlib import Path; from expert_programs import *;"
-        "saved(tiny_spec(weights='int8'), Path(sys.argv[1]))"
+        "[saved(tiny_spec(weights=w), Path(sys.argv[1]) / f'{w}.mlpackage') for w in sys.argv[2:]]"
     )
-    second = tmp_path / "b.mlpackage"
     environment = {**os.environ, "PYTHONHASHSEED": "7", "PYTHONPATH": str(Path(__file__).parent)}
     done = subprocess.run(
-        [sys.executable, "-c", script, str(second)], env=environment, check=True, capture_output=True, text=True
-    )
+        [sys.executable, "-c", script, str(tmp_path / "b"), *WEIGHT_FORMATS],
+        env=environment, check=True, capture_output=True, text=True,
+    )  # fmt: skip
     assert done.stdout == done.stderr == ""  # importing and converting stay quiet
-    assert package.content_sha256(first) == package.content_sha256(second)
-    files = sorted(p.relative_to(first) for p in first.rglob("*") if p.is_file())
-    assert files == sorted(p.relative_to(second) for p in second.rglob("*") if p.is_file())
-    for name in files:
-        if name.name != package.MANIFEST:
-            assert (first / name).read_bytes() == (second / name).read_bytes()
+    for weights in WEIGHT_FORMATS:
+        first = saved(tiny_spec(weights=weights), tmp_path / "a" / f"{weights}.mlpackage")
+        second = tmp_path / "b" / first.name
+        assert package.content_sha256(first) == package.content_sha256(second)
+        files = sorted(p.relative_to(first) for p in first.rglob("*") if p.is_file())
+        assert files == sorted(p.relative_to(second) for p in second.rglob("*") if p.is_file())
+        for name in files:
+            if name.name != package.MANIFEST:
+                assert (first / name).read_bytes() == (second / name).read_bytes()
 
 
 def test_hash_follows_weights_and_names(tmp_path: Path) -> None:
@@ -63,20 +66,27 @@ def test_hash_follows_weights_and_names(tmp_path: Path) -> None:
     assert one != other
 
 
-def test_int8_weights_stay_int8_on_disk(tmp_path: Path) -> None:
-    spec = tiny_spec(((0, 1), 32))
-    parameters = 3 * HIDDEN * WIDTH * 2
-    small = load_graph(saved(spec, tmp_path / "a.mlpackage")).weight_bytes
-    large = load_graph(saved(tiny_spec(((0, 1), 32), weights="fp16"), tmp_path / "b.mlpackage")).weight_bytes
-    assert parameters < small < 1.1 * parameters
-    assert 2 * parameters <= large < 2.1 * parameters
-    assert (tmp_path / "a.mlpackage" / "Data/com.apple.CoreML/weights/weight.bin").stat().st_size < 1.3 * parameters
+@pytest.mark.parametrize("weights", WEIGHT_FORMATS)
+def test_weights_take_the_planned_bytes_on_disk(tmp_path: Path, weights: WeightFormat) -> None:
+    spec = tiny_spec(((0, 1), 32), weights=weights)
+    path = saved(spec, tmp_path / "a.mlpackage")
+    planned = 2 * expert_bytes(HIDDEN, WIDTH, weights)
+    if weights == "int4":  # planned with float32 offsets, which matrices quantised by us do not need
+        planned -= 2 * 2 * sum(rows * (columns // block_size(columns)) for rows, columns in [(WIDTH, HIDDEN)] * 2)
+        planned -= 2 * 2 * HIDDEN * (WIDTH // block_size(WIDTH))
+    assert 0 <= load_graph(path).weight_bytes - planned < 1000  # arguments of operations are constants too
+    weight_file = path / "Data/com.apple.CoreML/weights/weight.bin"
+    blobs = 6 * 3 if weights == "int4" else 6 * 2
+    assert planned <= weight_file.stat().st_size <= planned + 128 * (blobs + 1)
 
 
-def test_runs_from_macos_13() -> None:
-    for weights in formats.EMITTERS:
-        assert build_program(tiny_spec(weights=weights), random_expert).get_spec().specificationVersion == 7
-        assert formats.lowest_macos(weights) == "13.0"
+def test_programs_run_from_the_lowest_macos_of_their_format() -> None:
+    versions = {"13.0": 7, "15.0": 9}  # Core ML's specification
+    for weights in WEIGHT_FORMATS:
+        built = build_program(tiny_spec(weights=weights), random_expert).get_spec()
+        assert built.specificationVersion == versions[formats.lowest_macos(weights)]
+        assert built.mlProgram.functions["main"].opset == {7: "CoreML6", 9: "CoreML8"}[built.specificationVersion]
+    assert [w for w in WEIGHT_FORMATS if formats.lowest_macos(w) != "13.0"] == ["int4"]
 
 
 def test_experts_are_asked_for_once_and_in_slot_order() -> None:
@@ -102,7 +112,7 @@ def test_experts_are_asked_for_once_and_in_slot_order() -> None:
         (tiny_spec(layout="rows"), "layout"),
         (tiny_spec(layout="groups"), "a program of its own"),
         (ProgramSpec(HIDDEN, 40000, (Group((0, 1), 32),), body="grouped"), "groups of 1 or fewer"),
-        (tiny_spec(weights="lut4"), "weight format"),
+        (tiny_spec(weights="lut3"), "weight format"),
         (ProgramSpec(HIDDEN, WIDTH, ()), "at least one group"),
     ],
 )
@@ -111,7 +121,7 @@ def test_specs_that_cannot_be_built_are_refused(spec: ProgramSpec, message: str)
         build_program(spec, random_expert)
 
 
-@pytest.mark.parametrize("weights", ["fp16", "int8"])
+@pytest.mark.parametrize("weights", WEIGHT_FORMATS)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, 1e6])
 def test_weights_out_of_range_are_refused(weights: str, bad: float) -> None:
     def experts(expert: int) -> ExpertMatrices:

@@ -15,7 +15,7 @@ from expert_programs import mil_program, random_expert, saved, tiny_spec
 from mlx_npumoe.converters.builder import build_program
 from mlx_npumoe.converters.lint import DEFAULT_LIMITS, check, lint
 from mlx_npumoe.errors import ProgramError
-from mlx_npumoe.program import Group
+from mlx_npumoe.program import WEIGHT_FORMATS, Group
 
 X = (1, 64, 1, 32)
 
@@ -109,7 +109,7 @@ def test_weight_bytes_are_limited() -> None:
 
 
 def test_what_we_build_is_clean(tmp_path: Path) -> None:
-    for weights in ("fp16", "int8"):
+    for weights in WEIGHT_FORMATS:
         spec = tiny_spec((tuple(range(8)), 64), ((9,), 32), weights=weights)
         path = saved(spec, tmp_path / f"{weights}.mlpackage")
         assert lint(path, spec) == []
@@ -127,6 +127,36 @@ def test_ports_have_to_be_those_of_the_spec(tmp_path: Path) -> None:
     other = replace(spec, groups=(*spec.groups[:1], Group((7,), 96), Group((8,), 32)))
     assert {f.where for f in lint(path, other)} == {"x1", "y1", "x2", "y2"}
     assert {f.rule for f in lint(path, other)} == {"ports"}
+
+
+def test_weights_have_to_be_in_the_format_of_the_spec(tmp_path: Path) -> None:
+    for weights in WEIGHT_FORMATS:
+        spec = tiny_spec(weights=weights)
+        path = saved(spec, tmp_path / f"{weights}.mlpackage")
+        assert lint(path, spec) == []
+        other = WEIGHT_FORMATS[WEIGHT_FORMATS.index(weights) - 1]
+        findings = lint(path, replace(spec, weights=other))
+        assert {f.rule for f in findings} == {"format"} and len(findings) == 9
+
+
+def blockwise(scale: Any, offset: Any) -> Callable[[Any, Any], Any]:
+    def body(mb: Any, x: Any) -> Any:
+        from coremltools.converters.mil.mil import types
+
+        codes = (np.arange(64 * 64) % 16).reshape(64, 64, 1, 1).astype(types.np_uint4_dtype)
+        parts = (np.full((64, 2, 1, 1), 0.5, scale), np.full((64, 2, 1, 1), 7.5, offset))
+        weight = mb.constexpr_blockwise_shift_scale(data=codes, scale=parts[0], offset=parts[1], name="w")
+        if scale == np.float32:
+            weight = mb.cast(x=weight, dtype="fp16")
+        return mb.conv(x=x, weight=weight, name="y0")
+
+    return body
+
+
+def test_offsets_of_blocks_may_be_float32_and_nothing_else() -> None:
+    assert lint(mil_program(blockwise(np.float16, np.float32), X, target="iOS18")) == []
+    found = lint(mil_program(blockwise(np.float32, np.float16), X, target="iOS18"))
+    assert {(f.rule, f.where) for f in found} == {("float32", "w")}
 
 
 def test_something_else_is_not_a_program(tmp_path: Path) -> None:

@@ -11,6 +11,11 @@ from ..cache import whole_file
 from ..errors import UsageError
 from ..progress import set_quiet
 
+WEIGHTS_HELP = (
+    "Weight format of the programs: int8 (per channel, default) or fp16; lut8, lut6, lut4 (indices into a table a matrix; "
+    "smaller, less exact); int4 (blocks; exact for models stored in 4 bits, needs macOS 15)."
+)
+
 
 def parser(name: str, description: str) -> argparse.ArgumentParser:
     """A parser with the flags every command has."""

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..planning.tiers import TIER_POLICIES
-from ..program import DEFAULT_CHUNK, WEIGHT_FORMATS
-from . import add_form, parse, parser, positive, require_parent
+from ..program import DEFAULT_CHUNK, LOWEST_MACOS, WEIGHT_FORMATS
+from . import WEIGHTS_HELP, add_form, parse, parser, positive, require_parent
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -19,7 +19,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     made.add_argument("--explain", action="store_true", help="Print the plan layer by layer, with reasons.")
     made.add_argument("--chunk", type=positive, default=DEFAULT_CHUNK)
     made.add_argument("--tiers", choices=TIER_POLICIES, default="quantile")
-    made.add_argument("--weights", choices=WEIGHT_FORMATS, default="int8")
+    made.add_argument("--weights", choices=WEIGHT_FORMATS, default="int8", help=WEIGHTS_HELP)
     add_form(made)
     made.add_argument(
         "--hot", type=_hot, default="auto", help="Hot experts a layer: auto (by the cost rule), all, or a number."
@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     elif args.explain:
         print(made_plan.explain())
     if not args.json:
-        print(f"Plan: {args.out}")
+        print(f"Plan: {args.out} ({args.weights} programs, macOS {LOWEST_MACOS[args.weights]} or later)")
     return 0
 
 

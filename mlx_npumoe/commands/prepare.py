@@ -6,8 +6,8 @@ import json
 from collections.abc import Sequence
 
 from ..planning.tiers import TIER_POLICIES
-from ..program import DEFAULT_CHUNK, DEFAULT_TOKENS, WEIGHT_FORMATS
-from . import add_form, parse, parser, positive
+from ..program import DEFAULT_CHUNK, DEFAULT_TOKENS, LOWEST_MACOS, WEIGHT_FORMATS
+from . import WEIGHTS_HELP, add_form, parse, parser, positive
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -22,7 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--chunk", type=positive, default=DEFAULT_CHUNK, help="Tokens a launch, at most (generate's prefill step)."
     )
     made.add_argument("--tiers", choices=TIER_POLICIES, default="quantile")
-    made.add_argument("--weights", choices=WEIGHT_FORMATS, default="int8", help="Weight format of the programs.")
+    made.add_argument("--weights", choices=WEIGHT_FORMATS, default="int8", help=WEIGHTS_HELP)
     add_form(made)
     made.add_argument("--profile", metavar="FILE", help="A routing profile; the model is then never loaded whole.")
     made.add_argument("--plan", metavar="FILE", help="A plan made before.")
@@ -59,6 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "programs": sum(len(s.programs) for s in sites),
         "program_bytes": nbytes,
         "weights": prepared.plan.weights,
+        "lowest_macos": LOWEST_MACOS[prepared.plan.weights],
         "worst_relative_l2": max(errors, default=None),
     }
     if args.json:
@@ -67,7 +68,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     worst = f", furthest from MLX by {max(errors):.2g} (relative L2)" if errors else ""
     print(
         f"Prepared {prepared.model}: {summary['offloaded_layers']} of {summary['layers']} layers have programs "
-        f"({summary['programs']}, {nbytes / 1e6:.1f} MB, {prepared.plan.weights}){worst}."
+        f"({summary['programs']}, {nbytes / 1e6:.1f} MB, {prepared.plan.weights}, macOS {summary['lowest_macos']} or "
+        f"later){worst}."
     )
     print(f"Folder: {prepared.folder}")
     print(f"Next: mlx_npumoe.generate --model {prepared.model} --prompt ...")

@@ -52,8 +52,8 @@ _BLAS = threading.Lock()
 class InterpreterDevice:
     """Runs programs on `threads` threads of its own, with one BLAS thread each.
 
-    A LoadedProgram counts with the bytes of its package, as it would on the engine; here its weights take twice
-    (fp16) or four times (int8) as much memory, in float32, for as long as it lives.
+    A LoadedProgram counts with the bytes of its package, as it would on the engine; here its weights are float32 for as
+    long as it lives: twice (fp16) to eight times (lut4, int4) as much memory.
     """
 
     name = "interpreter"

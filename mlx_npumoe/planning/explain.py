@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from ..program import LOWEST_MACOS
+
+from ..program import LOWEST_MACOS
+
 if TYPE_CHECKING:
     from .plan import Plan, SitePlan
 
@@ -23,6 +27,8 @@ def explain(plan: Plan) -> str:
     head = [
         f"Plan for {plan.model_type}, chunk {plan.chunk} tokens: tiers {plan.tiers} "
         f"(quantile {plan.quantile:g}), weights {plan.weights}, layout {plan.layout}, body {plan.body}.",
+        f"Programs of this weight format need macOS {LOWEST_MACOS[plan.weights]} or later.",
+        f"Programs of this weight format need macOS {LOWEST_MACOS[plan.weights]} or later.",
         f"Times are predicted from device profile {plan.device_name} ({plan.device_kind} figures).",
         "",
     ]
