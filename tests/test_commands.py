@@ -242,7 +242,7 @@ def test_help_imports_nothing_heavy(command: str) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stderr.strip() == "[]"
-    assert len(COMMANDS) == 9
+    assert len(COMMANDS) == 12
 
 
 def test_an_interrupted_command_ends_quietly(tiny: Maker, tmp_path: Path) -> None:
