@@ -67,16 +67,20 @@ def _find(model: nn.Module, name: str, device: str) -> Prepared | None:
         return None
     sites = find_sites(model)
     if not sites:
-        note(f"Note: {name} has no experts that can move to a second device; running plain MLX.")
-        return None
+        return _plain(model, f"{name} has no experts that can move to a second device; running plain MLX.")
     try:
         found = Prepared.find(model, sites)
     except PreparedError as e:
-        note(f"Note: running plain MLX. {e}")
-        return None
+        return _plain(model, f"running plain MLX. {e}")
     if found is None:
-        note(f"Note: running plain MLX; `mlx_npumoe.prepare --model {name}` would move its hot experts.")
+        _plain(model, f"running plain MLX; `mlx_npumoe.prepare --model {name}` would move its hot experts.")
     return found
+
+
+def _plain(model: nn.Module, reason: str) -> None:
+    """Say why nothing is attached, and keep it for the report."""
+    note(f"Note: {reason}")
+    model._npumoe_reason = reason
 
 
 def generate(model: nn.Module, tokenizer: Any, prompt: str | list[int], verbose: bool = False, **kwargs: Any) -> str:

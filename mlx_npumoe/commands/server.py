@@ -37,8 +37,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     _require_sane(args)
     from mlx_lm.utils import maybe_set_recommended_wired_limit
 
+    from ..loading import locate
+    from ..prepared import Prepared
     from ..serving import Server
 
+    for name in (args.model, args.draft_model):
+        if name is not None:
+            locate(name)  # what is wrong with a name or a folder is said before anybody connects
+    if args.prepared not in ("auto", "none"):
+        Prepared.open(args.prepared)
     maybe_set_recommended_wired_limit()
     level = "WARNING" if args.quiet and args.log_level == "INFO" else args.log_level
     logging.basicConfig(level=getattr(logging, level), format="%(asctime)s - %(levelname)s - %(message)s")
