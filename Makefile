@@ -15,7 +15,7 @@ help:
 	@echo "make lint   ruff and mypy"
 	@echo "make bench  benchmarks of this machine"
 	@echo "make families   run every family of mlx-lm and write docs/families.md"
-	@echo "make soak-families   every family with its experts stored in every format"
+	@echo "make soak-families   every family with its experts stored in every format, and in programs of every form"
 	@echo "make soak-resume   kill prepare at 30 random moments and resume it (two minutes)"
 	@echo "make soak-quality   perplexity of the demo model, stock against attached (about 20 minutes)"
 
@@ -60,7 +60,7 @@ soak-resume: $(DEMO)
 	$(BIN)/python -m pytest -m soak tests/test_resume.py
 
 soak-families: $(DEMO)
-	$(BIN)/python -m pytest -m soak tests/test_stored_formats.py
+	$(BIN)/python -m pytest -m soak tests/test_stored_formats.py tests/test_forms.py
 
 soak-quality: $(DEMO)
 	$(BIN)/python -m pytest -s -m soak tests/test_quality.py

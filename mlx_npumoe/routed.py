@@ -145,7 +145,7 @@ class RoutedExperts(nn.Module):
         outputs = device.join(ticket, self._counters)
         out = combine(outputs, local, assignment, table, (*indices.shape, x.shape[-1]), self._rows_as(x))
         mx.async_eval(out)
-        ticket.lease.retire(out)
+        ticket.retire(out)
         self._counters.spilled += spilled
         return out
 

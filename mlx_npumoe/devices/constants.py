@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
+from ..converters.compressed import decompressed, is_compressed
 from ..converters.mil import Graph, Operation
 from .compute import Argument
 from .fp16 import RoundingScratch, round_to_fp16, widen
@@ -24,8 +23,8 @@ class Constants:
         if constant is not None:
             return self._float(constant.array())
         op = self._graph.producers.get(argument) if isinstance(argument, str) else None
-        if op is not None and op.kind == "constexpr_affine_dequantize":
-            return self._dequantize(op)
+        if op is not None and is_compressed(op):
+            return self._decompress(op)
         return None
 
     def _float(self, value: np.ndarray) -> np.ndarray:
@@ -36,23 +35,14 @@ class Constants:
             out[...] = value
         return out
 
-    def _dequantize(self, op: Operation) -> np.ndarray:
-        """`(q - zero_point) * scale`, per channel of `axis`, rounded to float16."""
-        part = {key: constant.array() for key, constant in op.constants.items()}
-        values = part["quantized_data"].astype(np.float32)
-        shape = [1] * values.ndim
-        shape[int(part["axis"])] = -1
-
-        def along_axis(name: str) -> Any:
-            array = part[name].astype(np.float32)
-            return array.reshape(shape) if array.ndim else array
-
-        values -= along_axis("zero_point")
-        values *= along_axis("scale")
-        round_to_fp16(values.reshape(-1), self._scratch)
+    def _decompress(self, op: Operation) -> np.ndarray:
+        """A compressed weight, rounded to float16 where that is its type."""
+        values = np.ascontiguousarray(decompressed(self._graph, op), np.float32)
+        if op.outputs[0].type.dtype == "FLOAT16":
+            round_to_fp16(values.reshape(-1), self._scratch)
         return values
 
 
 def is_constant(op: Operation) -> bool:
     """Whether `op` is evaluated when the program is loaded."""
-    return op.kind in ("const", "constexpr_affine_dequantize")
+    return op.kind == "const" or is_compressed(op)
