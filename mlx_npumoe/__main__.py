@@ -12,6 +12,9 @@ from .errors import NpumoeError, UsageError
 TRACEBACK = "MLX_NPUMOE_TRACEBACK"  # environment variable: let unexpected errors through
 COMMANDS = {
     "generate": "generate text, as mlx_lm.generate does, with hot experts on a second device",
+    "chat": "talk to a model, as mlx_lm.chat does, with hot experts on a second device",
+    "server": "serve models over HTTP, as mlx_lm.server does, with hot experts on a second device",
+    "cache_prompt": "keep a prompt's cache in a file, as mlx_lm.cache_prompt does",
     "prepare": "calibrate, plan and emit everything a model needs; run once a model",
     "calibrate": "record how a model's experts are used on a text",
     "plan": "decide which experts go to the device, from a routing profile",
@@ -58,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     if argv and argv[0] in COMMANDS:
         return run(argv[0], argv[1:])
-    listing = "\n".join(f"  {name:<10} {what}" for name, what in COMMANDS.items())
+    listing = "\n".join(f"  {name:<12} {what}" for name, what in COMMANDS.items())
     text = f"usage: python -m mlx_npumoe COMMAND ...\n\ncommands:\n{listing}\n\nCOMMAND --help tells more."
     if argv and argv[0] in ("-h", "--help"):
         try:
@@ -80,6 +83,21 @@ def _unread() -> int:
 def generate() -> int:
     """Console script `mlx_npumoe.generate`."""
     return run("generate")
+
+
+def chat() -> int:
+    """Console script `mlx_npumoe.chat`."""
+    return run("chat")
+
+
+def server() -> int:
+    """Console script `mlx_npumoe.server`."""
+    return run("server")
+
+
+def cache_prompt() -> int:
+    """Console script `mlx_npumoe.cache_prompt`."""
+    return run("cache_prompt")
 
 
 def prepare() -> int:

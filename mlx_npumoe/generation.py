@@ -21,6 +21,8 @@ from .progress import note
 from .runtime import OVERFLOWS, attach, choose, engine
 from .sites import find_sites
 
+_loops: Any = importlib.import_module("mlx_lm.generate")  # the package's attribute of that name differs
+
 
 def load(
     path_or_repo: str,
@@ -65,16 +67,20 @@ def _find(model: nn.Module, name: str, device: str) -> Prepared | None:
         return None
     sites = find_sites(model)
     if not sites:
-        note(f"Note: {name} has no experts that can move to a second device; running plain MLX.")
-        return None
+        return _plain(model, f"{name} has no experts that can move to a second device; running plain MLX.")
     try:
         found = Prepared.find(model, sites)
     except PreparedError as e:
-        note(f"Note: running plain MLX. {e}")
-        return None
+        return _plain(model, f"running plain MLX. {e}")
     if found is None:
-        note(f"Note: running plain MLX; `mlx_npumoe.prepare --model {name}` would move its hot experts.")
+        _plain(model, f"running plain MLX; `mlx_npumoe.prepare --model {name}` would move its hot experts.")
     return found
+
+
+def _plain(model: nn.Module, reason: str) -> None:
+    """Say why nothing is attached, and keep it for the report."""
+    note(f"Note: {reason}")
+    model._npumoe_reason = reason
 
 
 def generate(model: nn.Module, tokenizer: Any, prompt: str | list[int], verbose: bool = False, **kwargs: Any) -> str:
@@ -96,22 +102,31 @@ def stream_generate(
     model: nn.Module, tokenizer: Any, prompt: Any, *args: Any, **kwargs: Any
 ) -> Generator[Any, None, None]:
     """As `mlx_lm.stream_generate`."""
-    stream = mlx_lm.stream_generate(model, tokenizer, prompt, *args, **kwargs)
+    return _in_phase(mlx_lm.stream_generate(model, tokenizer, prompt, *args, **kwargs))
+
+
+def generate_step(prompt: mx.array, model: nn.Module, *args: Any, **kwargs: Any) -> Generator[Any, None, None]:
+    """As `mlx_lm.generate.generate_step`."""
+    return _in_phase(_loops.generate_step(prompt, model, *args, **kwargs))
+
+
+def _in_phase(loop: Any) -> Generator[Any, None, None]:
+    """The steps of a loop, each run under the phase of a generation, which its reader does not see."""
     try:
         while True:
             with phase(generating=True):
                 try:
-                    response = next(stream)
+                    step = next(loop)
                 except StopIteration:
                     return
-            yield response
+            yield step
     finally:
-        stream.close()
+        loop.close()
 
 
 def batch_generate(model: nn.Module, tokenizer: Any, prompts: list[list[int]], *args: Any, **kwargs: Any) -> Any:
     """As `mlx_lm.batch_generate`. Padding of shorter prompts takes no device rows."""
-    with phase(generating=True, decoding=True), _padding_known:  # prompts set a phase of their own
+    with phase(generating=True, decoding=True), padding_known:  # prompts set a phase of their own
         return mlx_lm.batch_generate(model, tokenizer, prompts, *args, **kwargs)
 
 
@@ -122,23 +137,22 @@ class _PaddingKnown:
         self._lock = threading.Lock()
         self._users = 0
         self._stock: Any = None
-        self._loops: Any = importlib.import_module("mlx_lm.generate")  # the package's attribute of that name differs
 
     def __enter__(self) -> None:
         with self._lock:
             if self._users == 0:
-                self._stock = self._loops.PromptProcessingBatch
-                self._loops.PromptProcessingBatch = _padded(self._stock)
+                self._stock = _loops.PromptProcessingBatch
+                _loops.PromptProcessingBatch = _padded(self._stock)
             self._users += 1
 
     def __exit__(self, *exc: object) -> None:
         with self._lock:
             self._users -= 1
             if self._users == 0:
-                self._loops.PromptProcessingBatch = self._stock
+                _loops.PromptProcessingBatch = self._stock
 
 
-_padding_known = _PaddingKnown()
+padding_known = _PaddingKnown()
 
 
 def _padded(stock: Any) -> type:
@@ -154,6 +168,20 @@ def _padded(stock: Any) -> type:
                 self.model = model
 
     return PaddedPromptBatch
+
+
+class BatchGenerator(_loops.BatchGenerator):
+    """As `mlx_lm.generate.BatchGenerator`. Run it under `padding_known`, or padding takes device rows."""
+
+    def next(self) -> Any:
+        """Responses of prompts and of generations."""
+        with phase(generating=True, decoding=True):  # prompts set a phase of their own
+            return super().next()
+
+    def next_generated(self) -> Any:
+        """Responses of generations."""
+        with phase(generating=True, decoding=True):
+            return super().next_generated()
 
 
 class _MaskedCalls:

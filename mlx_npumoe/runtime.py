@@ -190,7 +190,8 @@ def report(model: nn.Module, name: str) -> Report:
     made = engine(model)
     if made is not None:
         return made.report()
-    layers = (LayerReport(site.layer, LayerCounters(), "nothing is attached") for site in find_sites(model))
+    reason = getattr(model, "_npumoe_reason", "nothing is attached")
+    layers = (LayerReport(site.layer, LayerCounters(), reason) for site in find_sites(model))
     return Report(name, "off", None, tuple(layers))
 
 

@@ -144,6 +144,15 @@ USAGE = [
     ("generate", ["--max-tokens", "0"]),
     ("generate", ["--max-kv-size", "-1"]),
     ("generate", ["--temp", "warm"]),
+    ("server", ["--device", "gpu"]),
+    ("server", ["--port", "70000"]),
+    ("server", ["--max-tokens", "0"]),
+    ("server", ["--prepared", "somewhere"]),
+    ("server", ["--report", "/nonexistent/x.json"]),
+    ("chat", ["--max-tokens", "0"]),
+    ("chat", ["--prefill-step-size", "0"]),
+    ("cache_prompt", ["--prompt", "x"]),
+    ("cache_prompt", ["--prompt", "x", "--prompt-cache-file", "/nonexistent/x.safetensors"]),
     ("prepare", []),
     ("prepare", ["--model", "x", "--chunk", "0"]),
     ("prepare", ["--model", "x", "--weights", "int3"]),
@@ -161,6 +170,10 @@ FAILURES = [
     ("generate", ["--model", "/nonexistent"], "No model at"),
     ("generate", ["--model", "demo:none"], "no demo model"),
     ("generate", ["--model", "nobody/nothing-here"], "No model at nobody/nothing-here"),
+    ("server", ["--model", "/nonexistent"], "No model at"),
+    ("server", ["--model", "demo:none"], "no demo model"),
+    ("chat", ["--model", "/nonexistent"], "No model at"),
+    ("cache_prompt", ["--model", "/nonexistent", "--prompt", "x", "--prompt-cache-file", "c"], "No model at"),
     ("prepare", ["--model", "."], "no config.json"),
     ("prepare", ["--model", ".", "--profile", "absent.safetensors"], "no routing profile"),
     ("prepare", ["--model", ".", "--plan", "absent.json"], "absent.json"),
@@ -242,7 +255,7 @@ def test_help_imports_nothing_heavy(command: str) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stderr.strip() == "[]"
-    assert len(COMMANDS) == 9
+    assert len(COMMANDS) == 12
 
 
 def test_an_interrupted_command_ends_quietly(tiny: Maker, tmp_path: Path) -> None:

@@ -9,35 +9,30 @@ import argparse
 import contextlib
 import importlib
 import io
-import json
 import sys
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-from ..devices import DEVICES
-from ..errors import ModelError, NpumoeError, UsageError
-from ..progress import note
-from . import add_common, parse, require_parent, write_text
-
-DEFAULT_MODEL = "demo:smollm2"
+from ..errors import UsageError
+from . import parse, require_parent
+from .attached import (
+    NUMBERS,
+    add_attachment,
+    default_model,
+    finish,
+    in_one_sentence,
+    load_as_asked,
+    require_positive,
+)
 
 
 def setup_arg_parser(loops: Any) -> argparse.ArgumentParser:
     """mlx-lm's parser with our flags."""
-    parser = loops.setup_arg_parser()
+    parser: argparse.ArgumentParser = loops.setup_arg_parser()
     parser.prog = "mlx_npumoe.generate"
-    group = parser.add_argument_group("second device")
-    group.add_argument(
-        "--prepared",
-        default="auto",
-        metavar="FOLDER",
-        help="What mlx_npumoe.prepare made of the model; 'auto' looks in the cache, 'none' attaches nothing.",
-    )
-    group.add_argument("--device", choices=DEVICES, default="auto", help="Where hot experts run.")
-    group.add_argument("--report", metavar="FILE", help="Write what the device did as JSON.")
-    add_common(group)
+    add_attachment(parser)
     return parser
 
 
@@ -47,9 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse(setup_arg_parser(loops), argv)
     require_parent(args.report, "--report")
     _require_sizes(args)
-    if args.model is None and args.prompt_cache_file is None:
-        args.model = DEFAULT_MODEL
-        note(f"Note: no --model given, using {DEFAULT_MODEL}.")
+    if args.prompt_cache_file is None:
+        default_model(args)
     session = _Session(args)
     out = io.StringIO() if args.json else sys.stdout
     with (
@@ -57,14 +51,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         patch.object(loops, "load", session.load),
         patch.object(loops, "generate", session.generate),
         contextlib.redirect_stdout(out),
+        in_one_sentence(),
     ):
-        try:
-            loops.main()
-        except (NpumoeError, BrokenPipeError):
-            raise
-        except Exception as e:  # whatever mlx-lm, a tokenizer or a template finds wrong
-            reason = " ".join(str(e).split()) or type(e).__name__
-            raise ModelError(f"mlx-lm cannot do this: {reason}") from e
+        loops.main()
     session.finish()
     return 0
 
@@ -73,10 +62,7 @@ def _require_sizes(args: argparse.Namespace) -> None:
     """Raises UsageError for sizes mlx-lm would fail on late, or in other words."""
     if args.max_tokens == 0:
         raise UsageError("--max-tokens 0 generates nothing; give a positive number, or -1 for no limit.")
-    for flag in ("max_kv_size", "prefill_step_size", "num_draft_tokens"):
-        value = getattr(args, flag, None)
-        if value is not None and value < 1:
-            raise UsageError(f"--{flag.replace('_', '-')} {value} is not a positive number.")
+    require_positive(args, "max_kv_size", "prefill_step_size", "num_draft_tokens")
 
 
 class _Session:
@@ -89,11 +75,8 @@ class _Session:
         self.last: Any = None
 
     def load(self, path: str, **options: Any) -> Any:
-        from ..generation import load
-
         draft = self.model is not None
-        prepared = None if draft or self.args.prepared == "none" else self.args.prepared
-        loaded = load(path, prepared=prepared, device=self.args.device, **options)
+        loaded = load_as_asked(self.args, path, plain=draft, **options)
         if not draft:
             self.model = loaded[0]
         return loaded
@@ -110,22 +93,5 @@ class _Session:
 
     def finish(self) -> None:
         """Print our line, write the report, print the JSON, release the device."""
-        from ..runtime import detach, report
-
-        made = report(self.model, str(self.args.model))
-        if self.args.report:
-            write_text(self.args.report, made.to_json() + "\n")
-        if self.args.json:
-            numbers = (
-                "prompt_tokens",
-                "prompt_tps",
-                "generation_tokens",
-                "generation_tps",
-                "peak_memory",
-                "finish_reason",
-            )
-            result = {"text": self.text, **{n: getattr(self.last, n) for n in numbers}}
-            print(json.dumps({**result, "report": json.loads(made.to_json())}, indent=2))
-        elif self.args.verbose:
-            print(made.line())
-        detach(self.model)
+        result = {"text": self.text, **{n: getattr(self.last, n) for n in NUMBERS}} if self.args.json else {}
+        finish(self.args, self.model, result, line=self.args.verbose)
