@@ -269,7 +269,7 @@ def test_functions_that_do_not_belong_together_are_refused(tmp_path: Path, devic
         assert "\n" not in str(error.value)
     path = several(tmp_path / "all.mlpackage")
     specs = functions_of()
-    with pytest.raises(DeviceError, match="no.*'main'|function 'main'"):
+    with pytest.raises(DeviceError, match=r"no.*'main'|function 'main'"):
         device.load(path, specs["c32"])
     with pytest.raises(DeviceError, match="has the ports"):
         device.load(path, specs["c64"], "c32")

@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING
 
 from ..program import LOWEST_MACOS
 
-from ..program import LOWEST_MACOS
-
 if TYPE_CHECKING:
     from .plan import Plan, SitePlan
 
