@@ -11,6 +11,10 @@ from ..cache import whole_file
 from ..errors import UsageError
 from ..progress import set_quiet
 
+TEXT_HELP = (
+    "UTF-8 files to calibrate on, or 'self': text the model writes itself from short seeds. Default: a shipped corpus."
+)
+
 
 def parser(name: str, description: str) -> argparse.ArgumentParser:
     """A parser with the flags every command has."""

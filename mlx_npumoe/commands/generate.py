@@ -18,6 +18,7 @@ from unittest.mock import patch
 
 from ..devices import DEVICES
 from ..errors import ModelError, NpumoeError, UsageError
+from ..policies import OVERFLOWS, SALIENCIES
 from ..progress import note
 from . import add_common, parse, require_parent, write_text
 
@@ -36,6 +37,30 @@ def setup_arg_parser(loops: Any) -> argparse.ArgumentParser:
         help="What mlx_npumoe.prepare made of the model; 'auto' looks in the cache, 'none' attaches nothing.",
     )
     group.add_argument("--device", choices=DEVICES, default="auto", help="Where hot experts run.")
+    group.add_argument(
+        "--overflow",
+        choices=OVERFLOWS,
+        default="spill",
+        help="Pairs beyond an expert's capacity: spill computes them with MLX (exact), prune drops the least salient "
+        "(lossy; the report says how many).",
+    )
+    group.add_argument(
+        "--saliency",
+        choices=SALIENCIES,
+        default=None,
+        help="What prune keeps: tokens of large attention output (attention_norm, default), pairs of large gate weight "
+        "(gate), or of large gate weight times the size of the input (gate_norm).",
+    )
+    group.add_argument(
+        "--prune-renormalise",
+        action="store_true",
+        help="Under prune, scale the gates a token has left to the sum of all it had.",
+    )
+    group.add_argument(
+        "--record-routing",
+        metavar="FILE",
+        help="Add how the experts are used to this routing profile (.safetensors); the text is not changed by it.",
+    )
     group.add_argument("--report", metavar="FILE", help="Write what the device did as JSON.")
     add_common(group)
     return parser
@@ -46,6 +71,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     loops = importlib.import_module("mlx_lm.generate")
     args = parse(setup_arg_parser(loops), argv)
     require_parent(args.report, "--report")
+    require_parent(args.record_routing, "--record-routing")
+    _require_policies(args)
     _require_sizes(args)
     if args.model is None and args.prompt_cache_file is None:
         args.model = DEFAULT_MODEL
@@ -60,6 +87,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     ):
         try:
             loops.main()
+        except KeyboardInterrupt:
+            session.save_routing()  # what was used until then
+            raise
         except (NpumoeError, BrokenPipeError):
             raise
         except Exception as e:  # whatever mlx-lm, a tokenizer or a template finds wrong
@@ -79,6 +109,14 @@ def _require_sizes(args: argparse.Namespace) -> None:
             raise UsageError(f"--{flag.replace('_', '-')} {value} is not a positive number.")
 
 
+def _require_policies(args: argparse.Namespace) -> None:
+    """Raises UsageError for flags without an effect, and for a profile of another kind."""
+    if args.overflow != "prune" and (args.saliency is not None or args.prune_renormalise):
+        raise UsageError("--saliency and --prune-renormalise have an effect with --overflow prune only.")
+    if args.record_routing is not None and not args.record_routing.endswith(".safetensors"):
+        raise UsageError(f"--record-routing {args.record_routing} must end in .safetensors.")
+
+
 class _Session:
     """Stands in for mlx-lm's load and generate, and remembers what they gave."""
 
@@ -87,16 +125,35 @@ class _Session:
         self.model: Any = None
         self.text = ""
         self.last: Any = None
+        self.log: Any = None
 
     def load(self, path: str, **options: Any) -> Any:
         from ..generation import load
 
         draft = self.model is not None
         prepared = None if draft or self.args.prepared == "none" else self.args.prepared
-        loaded = load(path, prepared=prepared, device=self.args.device, **options)
+        policies: dict[str, Any] = {}
+        if not draft:
+            policies["overflow"] = self.args.overflow
+            policies["saliency"] = self.args.saliency or SALIENCIES[0]
+            policies["prune_renormalise"] = self.args.prune_renormalise
+        loaded = load(path, prepared=prepared, device=self.args.device, **policies, **options)
         if not draft:
             self.model = loaded[0]
+            if self.args.record_routing is not None:
+                from ..recording import RoutingLog
+
+                self.log = RoutingLog(self.model, self.args.record_routing, path_or_repo=path)
         return loaded
+
+    def save_routing(self) -> None:
+        """Add what was recorded to its file."""
+        if self.log is None:
+            return
+        log, self.log = self.log, None
+        profile = log.close()
+        if profile is not None:
+            note(f"Note: {self.args.record_routing} holds the routing of {profile.tokens} tokens now.")
 
     def generate(self, model: Any, tokenizer: Any, prompt: Any, **options: Any) -> str:
         from ..generation import plain_generate, stream_generate
@@ -113,6 +170,7 @@ class _Session:
         from ..runtime import detach, report
 
         made = report(self.model, str(self.args.model))
+        self.save_routing()
         if self.args.report:
             write_text(self.args.report, made.to_json() + "\n")
         if self.args.json:

@@ -27,6 +27,11 @@ def held_out_documents() -> list[str]:
     return [read_text("demo_document.txt").strip(), *_corpus()[-HELD_OUT:]]
 
 
+def own_seeds() -> list[str]:
+    """Beginnings of the text a model writes itself."""
+    return read_text("seeds.txt").splitlines()
+
+
 def demo_prompt() -> str:
     """The demo's user message: the document, a blank line and the question about it."""
     return f"{read_text('demo_document.txt').strip()}\n\n{read_text('demo_question.txt').strip()}"
