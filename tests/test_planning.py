@@ -31,7 +31,7 @@ from mlx_npumoe.planning import (
     pack_groups,
 )
 from mlx_npumoe.planning.cost import PACKAGE_ALLOWANCE, SiteCost
-from mlx_npumoe.planning.tiers import round_up
+from mlx_npumoe.planning.tiers import TIER_POLICIES, TierChooser, round_up
 
 EXPERT_IN_A_PACKAGE = expert_bytes(64, 32, "int8") + PACKAGE_ALLOWANCE
 MANY = settings(max_examples=60, deadline=None)
@@ -168,7 +168,7 @@ def test_plans_of_every_tier_policy_survive_json(tiers: str) -> None:
     assert tiers in TIER_POLICIES
     assert TierPolicy(tiers).papers_base is tiers.endswith("_paper")
     loads = np.random.default_rng(0).integers(1, 90, (5, 8))
-    plan = plan_of([site_of(loads)], 256, hot="all", tiers=tiers)
+    plan = plan_of([site_of(loads)], 256, INFINITELY_FAST, hot="all", tiers=tiers)
     assert plan.tiers == tiers and Plan.from_json(plan.to_json()) == plan
     assert f"tiers {tiers} " in plan.explain()
 
