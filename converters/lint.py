@@ -7,17 +7,18 @@ over the graph; the figures behind the limits are published measurements (M1 to 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from mlx_npumoe.errors import ProgramError
-from mlx_npumoe.program import BRANCHES, PROGRAM_BYTES, SURFACE_ROWS, ProgramSpec
+from mlx_npumoe.program import BRANCHES, CHANNELS, MAIN, PROGRAM_BYTES, SURFACE_ROWS, ProgramSpec
 
-from .mil import Graph, Operation, Port, load_graph
+from . import compressed, formats
+from .mil import Graph, Operation, Port, function_names, load_graph
 
 KNOWN_OPERATIONS = frozenset(
     {
@@ -35,7 +36,7 @@ class Limits:
 
     rank: int = 5
     spatial: int = 16384  # each of the last two axes (M1 to M3)
-    channels: int = 65536
+    channels: int = CHANNELS
     surface_rows: int = SURFACE_ROWS  # height of the image an input or output lies in
     column_multiple: int = 32  # 64 bytes of float16
     branches: int = BRANCHES  # that meet in one concat
@@ -44,6 +45,7 @@ class Limits:
 
 
 DEFAULT_LIMITS = Limits()
+_WIDE_OFFSET = ("constexpr_blockwise_shift_scale", "offset")  # may be float32: the weight it gives is float16
 
 
 @dataclass(frozen=True)
@@ -62,17 +64,29 @@ class Finding:
 Rule = Callable[[Graph, Limits], Iterator[Finding]]
 
 
-def lint(model: Path | str | Any, spec: ProgramSpec | None = None, limits: Limits = DEFAULT_LIMITS) -> list[Finding]:
+Specs = ProgramSpec | Mapping[str, ProgramSpec]  # one function, or several by name
+
+
+def lint(model: Path | str | Any, spec: Specs | None = None, limits: Limits = DEFAULT_LIMITS) -> list[Finding]:
     """All rules a program breaks, given as saved package (path) or coremltools MLModel; empty if none.
 
-    With `spec` the ports have to be those it asks for. Raises ProgramError where there is no readable ML Program.
+    Every function is looked at; of several, findings name theirs. With `spec` functions and ports have to be those it
+    asks for, and the operations those of its body. Raises ProgramError where there is no readable ML Program.
     """
-    graph = load_graph(model)
-    findings = [finding for rule in RULES for finding in rule(graph, limits)]
-    return findings + ([*_ports(graph, spec)] if spec is not None else [])
+    names = function_names(model)
+    several = names != (MAIN,)
+    specs = {MAIN: spec} if isinstance(spec, ProgramSpec) else spec
+    findings = [] if specs is None else [*_functions(names, specs)]
+    for name in names:
+        graph = load_graph(model, name)
+        found = [finding for rule in RULES for finding in rule(graph, limits)]
+        if specs is not None and name in specs:
+            found += [finding for rule in FORM_RULES for finding in rule(graph, specs[name])]
+        findings += [replace(f, where=f"{name}/{f.where}") for f in found] if several else found
+    return findings
 
 
-def check(model: Path | str | Any, spec: ProgramSpec | None = None, limits: Limits = DEFAULT_LIMITS) -> None:
+def check(model: Path | str | Any, spec: Specs | None = None, limits: Limits = DEFAULT_LIMITS) -> None:
     """Raise ProgramError with every finding where a program breaks a rule."""
     findings = lint(model, spec, limits)
     if findings:
@@ -173,7 +187,12 @@ def _float32(graph: Graph, limits: Limits) -> Iterator[Finding]:
         if port.type.dtype == "FLOAT32":
             yield wide(port.name, "this input")
     for op in graph.operations:
-        parts = [c for args in op.inputs.values() for c in args if not isinstance(c, str)]
+        parts = [
+            c
+            for key, args in op.inputs.items()
+            for c in args
+            if not isinstance(c, str) and (op.kind, key) != _WIDE_OFFSET
+        ]
         if op.kind != "const":
             parts += op.constants.values()
         if any(c.type.dtype == "FLOAT32" for c in parts):
@@ -253,11 +272,57 @@ def _weights(graph: Graph, limits: Limits) -> Iterator[Finding]:
         )
 
 
+def _groups(graph: Graph, limits: Limits) -> Iterator[Finding]:
+    for op in graph.operations:
+        if op.kind != "conv" or (groups := _convolution_groups(graph, op)) == 1:
+            continue
+        channels = _shape_of(graph, op.inputs["x"][0]), op.outputs[0].type.shape
+        if any(len(shape) < 2 or (shape[1] or 0) % groups for shape in channels):
+            what = f"{groups} groups do not divide its channels"
+        elif groups > limits.branches:
+            what = f"{groups} groups are over {limits.branches}"
+        else:
+            continue
+        yield Finding("groups", op.name, what, "divide the experts into groups of equal shape")
+
+
+def _convolution_groups(graph: Graph, op: Operation) -> int:
+    return int(graph.constant(op, "groups", 1))
+
+
+def _functions(names: tuple[str, ...], specs: Mapping[str, ProgramSpec]) -> Iterator[Finding]:
+    for name in sorted({*names} ^ {*specs}):
+        here, there = ("the program", "the plan") if name in names else ("the plan", "the program")
+        yield Finding("functions", name, f"{here} has this function, {there} has not", "prepare it again")
+
+
+def _form(graph: Graph, spec: ProgramSpec) -> Iterator[Finding]:
+    """The operations that make out a body: how groups are cut and joined, and in how many groups convolutions are."""
+
+    def wrong(where: str, what: str) -> Finding:
+        return Finding("form", where, f"{what}, which is not the body {spec.body}", "prepare it again")
+
+    sizes = [len(group.experts) for group in spec.groups if len(group.experts) > 1]
+    joined = sizes if spec.body == "split" else []
+    for kind, wanted in (("split", joined), ("concat", joined)):
+        found = [op for op in graph.operations if op.kind == kind]
+        counts = [len(op.outputs) if kind == "split" else len(op.inputs["values"]) for op in found]
+        if counts != wanted:
+            yield wrong(found[0].name if found else graph.source, f"it has {kind}s of {counts}, the plan {wanted}")
+        for op in found:
+            if int(graph.constant(op, "axis")) % len(op.outputs[0].type.shape) != 1:
+                yield wrong(op.name, f"a {kind} of another axis than the channels")
+    grouped = sizes if spec.body == "grouped" else []
+    found = [op for op in graph.operations if op.kind == "conv" and _convolution_groups(graph, op) > 1]
+    counts = [_convolution_groups(graph, op) for op in found]
+    if counts != [size for size in grouped for _ in range(spec.activation.matrices)]:
+        yield wrong(found[0].name if found else graph.source, f"it has convolutions in {counts} groups")
+
+
 def _ports(graph: Graph, spec: ProgramSpec) -> Iterator[Finding]:
-    shapes = [spec.port_shape(i) for i in range(len(spec.groups))]
-    for letter, ports in (("x", graph.inputs), ("y", graph.outputs)):
+    for side, ports in (("input", graph.inputs), ("output", graph.outputs)):
         found = {p.name: (p.type.dtype, p.type.shape) for p in ports}
-        wanted = {f"{letter}{i}": ("FLOAT16", shape) for i, shape in enumerate(shapes)}
+        wanted = {getattr(port, side): ("FLOAT16", port.shape) for port in spec.ports}
         for name in sorted(found.keys() | wanted.keys()):
             if found.get(name) != wanted.get(name):
                 yield Finding(
@@ -266,6 +331,30 @@ def _ports(graph: Graph, spec: ProgramSpec) -> Iterator[Finding]:
                     f"the program has {found.get(name, 'no such port')}, the plan {wanted.get(name, 'no such port')}",
                     "prepare it again",
                 )
+
+
+def _formats(graph: Graph, spec: ProgramSpec) -> Iterator[Finding]:
+    """Every convolution's weight is kept in the spec's format."""
+    wanted = formats.OPERATIONS[spec.weights]
+    for op in graph.operations:
+        weight = op.inputs.get("weight", (None,))[0]
+        source = graph.producers.get(weight) if isinstance(weight, str) else None
+        if op.kind != "conv" or source is None:
+            continue
+        found = (source.kind, compressed.table_size(source))
+        if found != wanted:
+            shown = f"{found[0]} with a table of {found[1]}" if found[1] else found[0]
+            yield Finding("format", op.name, f"its weight is a {shown}, not {spec.weights}", "prepare it again")
+
+
+def _compressed_weights(graph: Graph, limits: Limits) -> Iterator[Finding]:
+    """Compressed weights decompress to what they declare; all of them are read."""
+    for op in graph.operations:
+        if compressed.is_compressed(op):
+            try:
+                compressed.decompressed(graph, op)
+            except ProgramError as error:
+                yield Finding("compressed", op.name, str(error).partition(";")[0], "prepare it again")
 
 
 RULES: tuple[Rule, ...] = (
@@ -277,5 +366,8 @@ RULES: tuple[Rule, ...] = (
     _float32,
     _last_axis,
     _branches,
+    _groups,
     _weights,
+    _compressed_weights,
 )
+FORM_RULES: tuple[Callable[[Graph, ProgramSpec], Iterator[Finding]], ...] = (_ports, _form, _formats)

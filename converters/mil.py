@@ -16,7 +16,9 @@ from typing import Any
 import numpy as np
 
 from mlx_npumoe.errors import ProgramError
+from mlx_npumoe.program import MAIN
 
+from . import bits
 from .toolkit import protobufs
 
 SPEC_KEY = "mlx_npumoe.spec"  # in a package's metadata: what it computes, as JSON
@@ -26,11 +28,15 @@ WEIGHTS_FOLDER = "Data/com.apple.CoreML/weights"
 _BLOB_ROOT = "@model_path/weights/"
 _BLOB_HEADER = struct.Struct("<IIQQ")  # sentinel, type, bytes, offset; 64 bytes with what is reserved
 _BLOB_SENTINEL = 0xDEADBEEF
-_IMMEDIATE_FIELDS = ("floats", "ints", "bools", "strings", "longInts", "doubles", "bytes")
 _NUMPY = {
     "FLOAT16": np.float16, "FLOAT32": np.float32, "FLOAT64": np.float64, "BOOL": np.bool_,
     "INT8": np.int8, "INT16": np.int16, "INT32": np.int32, "INT64": np.int64,
     "UINT8": np.uint8, "UINT16": np.uint16, "UINT32": np.uint32, "UINT64": np.uint64,
+}  # fmt: skip
+_SUB_BYTE = {"INT4": 4, "UINT1": 1, "UINT2": 2, "UINT3": 3, "UINT4": 4, "UINT6": 6}  # bits of packed types
+_BLOB_TYPES = {
+    "FLOAT16": 1, "FLOAT32": 2, "UINT8": 3, "INT8": 4, "INT16": 6, "UINT16": 7, "INT4": 8, "UINT1": 9, "UINT2": 10,
+    "UINT4": 11, "UINT3": 12, "UINT6": 13, "INT32": 14, "UINT32": 15,
 }  # fmt: skip
 
 
@@ -55,18 +61,26 @@ class Constant:
     offset: int = 0
 
     def array(self) -> np.ndarray:
-        """The value; one in the weight file is mapped, not read. Raises ProgramError where the file is damaged."""
+        """The value; one in the weight file is mapped, not read. Numbers of less than a byte take one each, as uint8 or int8.
+
+        Raises ProgramError where the file is damaged.
+        """
         if self.file is None:
             return np.asarray(self.value)
-        dtype = np.dtype(_NUMPY[self.type.dtype])
+        if self.type.dtype not in _BLOB_TYPES:
+            raise ProgramError(
+                f"weight file {self.file} holds {self.type}, a type that cannot be read; prepare it again"
+            )
         shape = tuple(int(d) for d in self.type.shape if d is not None)
         try:
             with self.file.open("rb") as blob:
                 blob.seek(self.offset)
-                sentinel, _, nbytes, start = _BLOB_HEADER.unpack(blob.read(_BLOB_HEADER.size))
-            if sentinel != _BLOB_SENTINEL or nbytes != dtype.itemsize * math.prod(shape):
-                raise ValueError("no weight of the expected size there")
-            return np.memmap(self.file, dtype, "r", start, shape)
+                sentinel, stored_as, nbytes, start = _BLOB_HEADER.unpack(blob.read(_BLOB_HEADER.size))
+            if sentinel != _BLOB_SENTINEL or stored_as != _BLOB_TYPES[self.type.dtype] or nbytes != self.nbytes:
+                raise ValueError("no weight of the expected type and size there")
+            if self.type.dtype in _SUB_BYTE:
+                return _unpacked(np.memmap(self.file, np.uint8, "r", start, (nbytes,)), self.type.dtype, shape)
+            return np.memmap(self.file, np.dtype(_NUMPY[self.type.dtype]), "r", start, shape)
         except (OSError, ValueError, struct.error) as error:
             raise ProgramError(
                 f"weight file {self.file} is damaged at byte {self.offset}: {error}; prepare it again"
@@ -75,9 +89,17 @@ class Constant:
     @property
     def nbytes(self) -> int:
         """Bytes of the value, wherever it is kept."""
-        if self.type.dtype not in _NUMPY:
-            return 0
-        return np.dtype(_NUMPY[self.type.dtype]).itemsize * math.prod(d or 0 for d in self.type.shape)
+        count = math.prod(d or 0 for d in self.type.shape)
+        if self.type.dtype in _SUB_BYTE:
+            return bits.packed_bytes(_SUB_BYTE[self.type.dtype], count)
+        return np.dtype(_NUMPY[self.type.dtype]).itemsize * count if self.type.dtype in _NUMPY else 0
+
+
+def _unpacked(packed: np.ndarray, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
+    """Numbers of a packed type, a byte each."""
+    width = _SUB_BYTE[dtype]
+    values = bits.unpack(packed, width, math.prod(shape))
+    return (bits.signed(values, width) if dtype.startswith("INT") else values).reshape(shape)
 
 
 @dataclass(frozen=True)
@@ -148,23 +170,43 @@ class Graph:
     @property
     def weight_bytes(self) -> int:
         """Bytes of all constants."""
-        return sum(c.nbytes for op in self.operations for c in op.constants.values())
+        given = (c for op in self.operations for args in op.inputs.values() for c in args if isinstance(c, Constant))
+        return sum(c.nbytes for op in self.operations for c in op.constants.values()) + sum(c.nbytes for c in given)
 
 
-def load_graph(model: Path | str | Any, function: str = "main") -> Graph:
-    """The graph of a saved package (a path) or of a coremltools MLModel.
+def load_graph(model: Path | str | Any, function: str = MAIN) -> Graph:
+    """The graph of a function of a saved package (a path) or of a coremltools MLModel.
 
-    Raises ProgramError where there is no readable ML Program.
+    Raises ProgramError where there is no readable ML Program with that function.
     """
-    if isinstance(model, str | Path):
-        root = Path(model)
-        source, spec, weights = str(root), read_spec(root), root / WEIGHTS_FOLDER
-    else:
-        source, spec, weights = "program in memory", model.get_spec(), Path(model.weights_dir or "")
+    source, spec, weights = _opened(model)
     if spec.WhichOneof("Type") != "mlProgram" or function not in spec.mlProgram.functions:
         raise ProgramError(f"{source} is not an ML Program with a function {function!r}")
     _, mil = protobufs()
-    return _Reader(mil, source, weights).graph(spec, spec.mlProgram.functions[function])
+    return _Reader(mil, source, weights).graph(_description(spec, function), spec.mlProgram.functions[function])
+
+
+def function_names(model: Path | str | Any) -> tuple[str, ...]:
+    """The functions of a saved package (a path) or of a coremltools MLModel, in alphabetical order.
+
+    Raises ProgramError where there is no readable ML Program.
+    """
+    source, spec, _ = _opened(model)
+    if spec.WhichOneof("Type") != "mlProgram":
+        raise ProgramError(f"{source} is not an ML Program")
+    return tuple(sorted(spec.mlProgram.functions))
+
+
+def _opened(model: Path | str | Any) -> tuple[str, Any, Path]:
+    """How to call a model, its specification, and the folder of its weight files."""
+    if isinstance(model, str | Path):
+        return str(model), read_spec(Path(model)), Path(model) / WEIGHTS_FOLDER
+    return "program in memory", model.get_spec(), Path(model.weights_dir or "")
+
+
+def _description(spec: Any, function: str) -> Any:
+    """The ports a function has for Core ML's users: its own description where there are several functions."""
+    return next((d for d in spec.description.functions if d.name == function), spec.description)
 
 
 def read_spec(package: Path) -> Any:
@@ -189,13 +231,13 @@ class _Reader:
         self.source = source
         self.weights = weights
 
-    def graph(self, spec: Any, function: Any) -> Graph:
+    def graph(self, description: Any, function: Any) -> Graph:
         block = function.block_specializations[function.opset]
         inputs = tuple(Port(port.name, self.type(port.type)) for port in function.inputs)
         operations = tuple(self.operation(op) for op in block.operations)
         types = {port.name: port.type for op in operations for port in op.outputs}
         types.update({port.name: port.type for port in inputs})
-        described = (*spec.description.input, *spec.description.output)
+        described = (*description.input, *description.output)
         flexible = tuple(d.name for d in described if d.type.multiArrayType.WhichOneof("ShapeFlexibility") is not None)
         outputs = tuple(Port(name, types[name]) for name in block.outputs)
         return Graph(self.source, inputs, outputs, operations, flexible)
@@ -241,6 +283,11 @@ class _Reader:
         raw = getattr(immediate.tensor, field).values
         if field == "strings":
             return Constant(type_, raw[0] if type_.shape == () else list(raw))
+        if type_.dtype in _SUB_BYTE:
+            shape = tuple(d or 0 for d in type_.shape)
+            return Constant(type_, _unpacked(np.frombuffer(raw, np.uint8), type_.dtype, shape))
+        if type_.dtype not in _NUMPY:
+            raise ProgramError(f"{self.source} has a constant {type_}, a type that cannot be read; prepare it again")
         dtype = _NUMPY[type_.dtype]
         flat: np.ndarray = np.frombuffer(raw, dtype) if field == "bytes" else np.array(list(raw), dtype)
         return Constant(type_, flat.reshape([d or 0 for d in type_.shape]))

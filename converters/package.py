@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_npumoe.errors import ProgramError
+from mlx_npumoe.program import MAIN
 
 from .mil import MODEL_FILE, SPEC_KEY, read_spec
 from .toolkit import writing
@@ -49,14 +50,20 @@ def write_package(model: Any, path: Path | str, *, release: bool = False) -> Pat
     return path
 
 
-def stored_spec(path: Path | str) -> dict[str, Any]:
-    """What a package says it computes: `ProgramSpec.to_dict()`. Raises ProgramError where it does not say."""
+def stored_spec(path: Path | str, function: str = MAIN) -> dict[str, Any]:
+    """What a function of a package says it computes: `ProgramSpec.to_dict()`.
+
+    Raises ProgramError where the package does not say, or has no such function.
+    """
     stored = read_spec(Path(path)).description.metadata.userDefined.get(SPEC_KEY)
     try:
-        spec = json.loads(stored or "")
-    except ValueError as error:
+        said = dict(json.loads(stored or ""))
+    except (ValueError, TypeError) as error:
         raise ProgramError(f"the program {path} does not say what it computes; prepare it again") from error
-    return dict(spec)
+    functions = said.get("functions", {MAIN: said})
+    if function not in functions:
+        raise ProgramError(f"the program {path} has the functions {', '.join(functions)}, not {function}")
+    return dict(functions[function])
 
 
 def _swap(fresh: Path, path: Path, stale: Path) -> None:

@@ -1,4 +1,4 @@
-"""Prepare a model: calibrate on text, plan, emit and check one program a site, write a Prepared folder.
+"""Prepare a model: calibrate on text, plan, emit and check the programs of each site, write a Prepared folder.
 
 The whole model is in memory only while it is calibrated; programs are made one site at a time, expert by expert.
 """
@@ -30,13 +30,14 @@ from .prepared import (
     PROFILE,
     PROGRAMS,
     Prepared,
+    PreparedProgram,
     PreparedSite,
     prepared_root,
-    program_name,
+    program_names,
     write_manifest,
 )
 from .program import BODIES, DEFAULT_CHUNK, DEFAULT_TOKENS, LAYOUTS, WEIGHT_FORMATS
-from .programs import emit_program, measure_error, random_rows, require_accuracy
+from .programs import emit_program, measure_error, random_rows, require_accuracy, together
 from .progress import Progress, note
 from .recording import calibrated
 from .sites import ExpertSite, require_formula
@@ -128,7 +129,9 @@ def prepare(
         chunk: tokens a launch at most; give generate's prefill step.
         tiers: how capacities are chosen (see `planning.tiers.TierPolicy`).
         weights: `int8` (per channel) or `fp16` programs.
-        layout: `layer`, one program a site. body: `split`, dense convolutions between a split and a concat.
+        layout: `layer`, one program a site, or `groups`, one for each group of experts.
+        body: `split`, dense convolutions between a split and a concat; `grouped`, grouped convolutions; or `separate`,
+            ports for each expert, for compilers that take neither.
         profile: a routing profile made before; the model is then never loaded whole.
         plan: a plan made before, for this model; chunk, tiers, weights, layout and body are then the plan's.
         max_tokens: tokens to calibrate on. seed: of the sampling of the text `self`.
@@ -216,11 +219,12 @@ def emit_programs(path_or_repo: str, plan: Plan, out: Path, *, progress: bool = 
         for weights in tensors:
             site = plan.site(weights.site.path)
             if site is not None and site.spec is not None:
-                name = f"{weights.site.path}.mlpackage"
-                nbytes = emit_program(site.spec, weights.matrices, folder / name)
-                error = measure_error(folder / name, site.spec, weights.matrices, *random_rows(site.spec.hidden))
-                require_accuracy(error, site.spec, weights.site.path)
-                rows.append({"program": name, "bytes": nbytes, **error})
+                names = program_names(weights.site.path, site.spec)
+                for name, spec in zip([Path(n).name for n in names], site.programs, strict=True):
+                    nbytes = emit_program(spec, weights.matrices, folder / name)
+                    error = measure_error(folder / name, spec, weights.matrices, *random_rows(spec.hidden))
+                    require_accuracy(error, spec, weights.site.path)
+                    rows.append({"program": name, "bytes": nbytes, **error})
             weights.release()
             bar.advance()
     return rows
@@ -251,14 +255,14 @@ def check_programs(
             entry, site = prepared.sites.get(path), prepared.plan.site(path)
             if entry is not None and full_hash(weights) != entry.full_sha256:
                 raise PreparedError(f"The experts of {path} differ from those that were prepared; prepare again.")
-            if entry is not None and entry.program is not None and site is not None and site.spec is not None:
-                lint.check(prepared.folder / entry.program, site.spec)
+            if entry is not None and entry.programs and site is not None:
                 seen = profile.sites[path]
-                error = measure_error(
-                    prepared.folder / entry.program, site.spec, weights.matrices, seen.rows, seen.chosen
-                )
-                require_accuracy(error, site.spec, path)
-                rows.append({"program": entry.program, "bytes": entry.program_bytes, **error})
+                for program, spec in zip(entry.programs, site.programs, strict=True):
+                    package = prepared.folder / program.path
+                    lint.check(package, spec)
+                    error = measure_error(package, spec, weights.matrices, seen.rows, seen.chosen)
+                    require_accuracy(error, spec, path)
+                    rows.append({"program": program.path, "bytes": program.nbytes, **error})
             weights.release()
             bar.advance()
     return rows
@@ -310,7 +314,7 @@ def _write(
 
 
 def _prepare_site(weights: ExpertWeights, plan: SitePlan | None, profile: RoutingProfile, folder: Path) -> PreparedSite:
-    """Emit and check one site's program, if the plan has one, and describe the site for the manifest."""
+    """Emit and check one site's programs, if the plan has some, and describe the site for the manifest."""
     site = weights.site
     entry = PreparedSite(
         path=site.path,
@@ -328,18 +332,22 @@ def _prepare_site(weights: ExpertWeights, plan: SitePlan | None, profile: Routin
     except ModelError as e:
         note(f"Note: layer {site.layer} stays local. {e}")
         return replace(entry, reason=str(e))
-    name = program_name(site.path)
     (folder / PROGRAMS).mkdir(exist_ok=True)
-    nbytes = emit_program(plan.spec, weights.matrices, folder / name)
     seen = profile.sites[site.path]
-    error = measure_error(folder / name, plan.spec, weights.matrices, seen.rows, seen.chosen)
+    programs = []
+    for name, spec in zip(program_names(site.path, plan.spec), plan.programs, strict=True):
+        nbytes = emit_program(spec, weights.matrices, folder / name)
+        error = measure_error(folder / name, spec, weights.matrices, seen.rows, seen.chosen)
+        programs.append(PreparedProgram(name, nbytes, error))
+    error = together([p.error for p in programs], [len(spec.experts) for spec in plan.programs])
     try:
         require_accuracy(error, plan.spec, site.path)
     except ProgramError as e:
-        shutil.rmtree(folder / name)
+        for program in programs:
+            shutil.rmtree(folder / program.path)
         note(f"Note: layer {site.layer} stays local. {e}")
         return replace(entry, error=error, reason=str(e))
-    return replace(entry, program=name, program_bytes=nbytes, error=error)
+    return replace(entry, programs=tuple(programs), error=error)
 
 
 def _require_fit(plan: Plan, profile: RoutingProfile, tensors: Sequence[ExpertWeights]) -> None:

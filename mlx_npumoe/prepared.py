@@ -4,27 +4,38 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import mlx.nn as nn
 
 from .cache import cache_root, whole_file
+from .converters.mil import MODEL_FILE
 from .errors import PreparedError
 from .fingerprint import loaded_hash
-from .planning.plan import Plan
+from .planning.plan import Plan, SitePlan
+from .program import ProgramSpec
 from .records import Record, read
 from .sites import ExpertSite
 
-SCHEMA = 1
+SCHEMA = 2
 MANIFEST, PLAN, PROFILE, PROGRAMS = "manifest.json", "plan.json", "profile.safetensors", "programs"
 FINISHED = "finished"  # notes of finished layers, while a folder is not whole
 
 
 @dataclass(frozen=True)
+class PreparedProgram:
+    """One program in the manifest. `error` is what the interpreter measured against MLX, by name."""
+
+    path: str  # in the folder
+    nbytes: int
+    error: dict[str, float]
+
+
+@dataclass(frozen=True)
 class PreparedSite:
-    """One site in the manifest. `error` is what the interpreter measured against MLX, by name."""
+    """One site in the manifest. `error` is that of its programs together, also where they were not kept."""
 
     path: str
     experts: int
@@ -33,15 +44,19 @@ class PreparedSite:
     dtypes: dict[str, str]
     sampled_sha256: str
     full_sha256: str
-    program: str | None = None
-    program_bytes: int = 0
+    programs: tuple[PreparedProgram, ...] = ()  # in slot order
     error: dict[str, float] | None = None
-    reason: str | None = None  # why a planned program was not kept
+    reason: str | None = None  # why planned programs were not kept
 
     @property
     def shape(self) -> tuple[int, int, int]:
         """(E, D, F)."""
         return (self.experts, self.hidden, self.width)
+
+    @property
+    def program_bytes(self) -> int:
+        """Bytes of its programs."""
+        return sum(p.nbytes for p in self.programs)
 
 
 @dataclass(frozen=True)
@@ -94,10 +109,7 @@ class Prepared:
         if plan.model_fingerprint != made.fingerprint:
             manifest.fail(f"{PLAN} is of another model")
         for site in made.sites.values():
-            if site.program is not None and not any(f.startswith(f"{site.program}/") for f in files):
-                manifest.fail(f"'files' does not list the files of {site.program}")
-            if site.program is not None and site.program != program_name(site.path):
-                manifest.fail(f"{site.program} is not the program of {site.path}")
+            _check_programs(manifest, site, plan.site(site.path), files)
         return made
 
     @classmethod
@@ -138,9 +150,23 @@ class Prepared:
 _AGAIN = "run mlx_npumoe.prepare again"
 
 
-def program_name(path: str) -> str:
-    """Where the program of a site lies in the folder."""
-    return f"{PROGRAMS}/{path}.mlpackage"
+def program_names(path: str, spec: ProgramSpec) -> tuple[str, ...]:
+    """Where the programs of a site lie in the folder, in slot order."""
+    if spec.layout == "layer":
+        return (f"{PROGRAMS}/{path}.mlpackage",)
+    return tuple(f"{PROGRAMS}/{path}.g{i}.mlpackage" for i in range(len(spec.programs)))
+
+
+def _check_programs(manifest: Record, site: PreparedSite, plan: SitePlan | None, files: Container[str]) -> None:
+    """Raises PreparedError where a site has other programs than the plan gives it."""
+    planned = program_names(site.path, plan.spec) if plan is not None and plan.spec is not None else ()
+    for place, program in enumerate(site.programs):
+        if planned[place : place + 1] != (program.path,):
+            manifest.fail(f"{program.path} is not the program of {site.path}")
+        if f"{program.path}/{MODEL_FILE}" not in files:
+            manifest.fail(f"'files' does not list the files of {program.path}")
+    if len(site.programs) != len(planned) and not site.reason:
+        manifest.fail(f"'programs' does not list {planned[len(site.programs)]}, a program of {site.path}")
 
 
 def prepared_root() -> Path:
@@ -195,7 +221,7 @@ def _sites(manifest: Record) -> dict[str, PreparedSite]:
 def prepared_site(record: Record) -> PreparedSite:
     """One site out of JSON. Raises PreparedError where it is not one."""
     dtypes, error = record.record("dtypes"), record.optional("error")
-    program, reason = record.get("program"), record.get("reason")
+    reason = record.get("reason")
     return PreparedSite(
         path=record.text("path"),
         experts=record.integer("experts", least=1),
@@ -204,11 +230,18 @@ def prepared_site(record: Record) -> PreparedSite:
         dtypes={name: dtypes.text(name) for name in dtypes.names()},
         sampled_sha256=record.text("sampled_sha256"),
         full_sha256=record.text("full_sha256"),
-        program=None if program is None else record.text("program"),
-        program_bytes=record.integer("program_bytes"),
-        error=None if error is None else {name: error.number(name) for name in error.names()},
+        programs=tuple(map(_prepared_program, record.records("programs", empty=True))),
+        error=None if error is None else _numbers(error),
         reason=None if reason is None else record.text("reason"),
     )
+
+
+def _prepared_program(record: Record) -> PreparedProgram:
+    return PreparedProgram(record.text("path"), record.integer("nbytes"), _numbers(record.record("error")))
+
+
+def _numbers(record: Record) -> dict[str, float]:
+    return {name: record.number(name) for name in record.names()}
 
 
 def _check_file(folder: Path, name: str, facts: Record, verify: bool) -> None:

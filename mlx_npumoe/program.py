@@ -6,20 +6,26 @@ shapes of what goes in and out.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from .activations import SILU, Activation
 
-WeightFormat = Literal["fp16", "int8"]
-WEIGHT_FORMATS: tuple[WeightFormat, ...] = ("fp16", "int8")
-LAYOUTS = ("layer",)
-BODIES = ("split",)
+WeightFormat = Literal["fp16", "int8", "lut8", "lut6", "lut4", "int4"]
+WEIGHT_FORMATS: tuple[WeightFormat, ...] = ("fp16", "int8", "lut8", "lut6", "lut4", "int4")
+LOWEST_MACOS: dict[WeightFormat, str] = {  # whose Core ML loads programs of the format
+    "fp16": "13.0", "int8": "13.0", "lut8": "13.0", "lut6": "13.0", "lut4": "13.0", "int4": "15.0",
+}  # fmt: skip
+LAYOUTS = ("layer", "groups")  # one program a site, or one a group
+BODIES = ("split", "grouped", "separate")  # what a program does with the experts of a group
 BRANCHES = 8  # experts that meet in one concat; more make the Neural Engine's compiler explode
+CHANNELS = 65536  # of any tensor: G*F inside a grouped body
 SURFACE_ROWS = 16384  # G*D of one input or output: the height of an IOSurface
 PROGRAM_BYTES = 900 * 2**20  # weights of one program; larger ones are moved to the CPU without a word
+MAIN = "main"  # the function of a program that has one
 DEFAULT_CHUNK = 2048  # tokens a launch: mlx-lm's prefill step
 DEFAULT_TOKENS = 8192  # tokens to calibrate on
 
@@ -54,11 +60,7 @@ class ExpertMatrices(NamedTuple):
 
 @dataclass(frozen=True)
 class Group:
-    """Experts of one capacity that share an input and an output of a program.
-
-    The input is `(1, G*D, 1, C)`: expert g owns channels g*D to (g+1)*D, tokens lie on the last axis. The
-    output has the same shape.
-    """
+    """Experts of one capacity, neighbours in a program."""
 
     experts: tuple[int, ...]
     capacity: int
@@ -70,13 +72,44 @@ class Group:
 
 
 @dataclass(frozen=True)
-class ProgramSpec:
-    """One program: the groups of experts of one MoE site.
+class Port:
+    """An input of a program and the output that answers it: float16 of one shape, `(1, n*D, 1, C)` for n experts.
 
-    Inputs are named `x0, x1, ...` and outputs `y0, y1, ...`, one of each per group, all float16. Every expert
-    computes `down(activation(gate(x), up(x)))`; the program's `up`, its bias included, is scaled by `2**-up_shift`, so
-    outputs have to be multiplied by `2**up_shift` outside, where the range is wider. An activation that is not linear
-    in `up` allows no shift.
+    The port's g-th expert owns channels g*D to (g+1)*D; tokens lie on the last axis.
+    """
+
+    input: str
+    output: str
+    group: int  # index in the program's groups
+    experts: tuple[int, ...]
+    hidden: int  # D
+    capacity: int  # C
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """`(1, n*D, 1, C)`."""
+        return (1, self.channels, 1, self.capacity)
+
+    @property
+    def channels(self) -> int:
+        """n*D: rows of the surface it lies in."""
+        return len(self.experts) * self.hidden
+
+    @property
+    def slots(self) -> int:
+        """Token rows of all its experts, pads included."""
+        return len(self.experts) * self.capacity
+
+
+@dataclass(frozen=True)
+class ProgramSpec:
+    """The groups of experts of one MoE site, and the form of the program or programs that compute them.
+
+    Layout `layer` is one program with all groups, `groups` one program a group: see `programs`. Bodies `split` and
+    `grouped` have an input `x{i}` and an output `y{i}` for group i; body `separate` has `x{i}_e{e}` and `y{i}_e{e}` for
+    each expert e of it: see `ports`. All are float16. Every expert computes `down(activation(gate(x), up(x)))`; the
+    program's `up`, its bias included, is scaled by `2**-up_shift`, so outputs have to be multiplied by `2**up_shift`
+    outside, where the range is wider. An activation that is not linear in `up` allows no shift.
     """
 
     hidden: int  # D
@@ -103,10 +136,27 @@ class ProgramSpec:
         """Token rows computed at every launch, pads included."""
         return sum(g.rows for g in self.groups)
 
-    def port_shape(self, group: int) -> tuple[int, int, int, int]:
-        """Shape of input `x{group}` and output `y{group}`: `(1, G*D, 1, C)`."""
-        g = self.groups[group]
-        return (1, len(g.experts) * self.hidden, 1, g.capacity)
+    @cached_property
+    def ports(self) -> tuple[Port, ...]:
+        """Inputs and outputs in order; they cover the slots one after the other.
+
+        Of a site with several programs: those of the programs, one program after the other (each counts its groups
+        from 0, so take names from the programs' own specs).
+        """
+
+        def port(i: int, name: str, experts: tuple[int, ...], capacity: int) -> Port:
+            return Port(f"x{name}", f"y{name}", i, experts, self.hidden, capacity)
+
+        if self.body == "separate":
+            return tuple(port(i, f"{i}_e{e}", (e,), g.capacity) for i, g in enumerate(self.groups) for e in g.experts)
+        return tuple(port(i, str(i), g.experts, g.capacity) for i, g in enumerate(self.groups))
+
+    @property
+    def programs(self) -> tuple[ProgramSpec, ...]:
+        """The spec of each saved program, in slot order: itself, or with layout `groups` one a group."""
+        if self.layout == "layer":
+            return (self,)
+        return tuple(replace(self, groups=(group,)) for group in self.groups)
 
     def flops(self) -> int:
         """Floating-point operations of one launch, pads included."""

@@ -1,8 +1,8 @@
-"""Emits one site's program and compares it with MLX. Sits between converters, the interpreter and expert weights."""
+"""Emits a site's programs and compares them with MLX. Sits between converters, the interpreter and expert weights."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import mlx.core as mx
@@ -12,10 +12,12 @@ from .converters import builder, lint
 from .converters import package as packages
 from .devices.interpreter import InterpreterDevice
 from .errors import ProgramError
-from .program import ExpertMatrices, ProgramSpec
+from .program import ExpertMatrices, ProgramSpec, WeightFormat
 
 CHECK_ROWS = 16  # rows an expert gets in the comparison
-TOLERANCE = {"fp16": 0.01, "int8": 0.05}  # relative L2 of the worst expert
+TOLERANCE: dict[WeightFormat, float] = {  # relative L2 of the worst expert
+    "fp16": 0.01, "int8": 0.05, "lut8": 0.05, "lut6": 0.15, "lut4": 0.4, "int4": 0.3,
+}  # fmt: skip
 
 
 Experts = Callable[[int], ExpertMatrices]
@@ -46,16 +48,16 @@ def measure_error(
     try:
         lease = device.lease(device.load(package, spec))
         inputs = {e: _rows_of(e, rows, chosen, c) for e, c in zip(spec.experts, spec.capacities, strict=True)}
-        for surface, group in zip(lease.inputs, spec.groups, strict=True):
-            block = np.zeros((len(group.experts), spec.hidden, group.capacity), np.float16)
-            for g, expert in enumerate(group.experts):
+        for surface, port in zip(lease.inputs, spec.ports, strict=True):
+            block = np.zeros((len(port.experts), spec.hidden, port.capacity), np.float16)
+            for g, expert in enumerate(port.experts):
                 block[g, :, : len(inputs[expert])] = inputs[expert].T
             surface.host[:] = block.reshape(surface.host.shape)
         done = device.submit(lease).result()
         errors, largest = [], 0.0
-        for surface, group in zip(done.outputs, spec.groups, strict=True):
-            y = surface.host.reshape(len(group.experts), spec.hidden, group.capacity)
-            for g, expert in enumerate(group.experts):
+        for surface, port in zip(done.outputs, spec.ports, strict=True):
+            y = surface.host.reshape(len(port.experts), spec.hidden, port.capacity)
+            for g, expert in enumerate(port.experts):
                 want = np.array(experts(expert).rows(mx, spec.activation, mx.array(inputs[expert]))[-1])
                 got = y[g, :, : len(want)].T.astype(np.float32) * 2.0**spec.up_shift
                 errors.append(float(np.linalg.norm(got - want)) / max(float(np.linalg.norm(want)), 1e-30))
@@ -64,6 +66,16 @@ def measure_error(
     finally:
         device.close()
     return {"relative_l2": max(errors), "relative_l2_mean": float(np.mean(errors)), "max_abs": largest}
+
+
+def together(errors: Sequence[dict[str, float]], experts: Sequence[int]) -> dict[str, float]:
+    """The errors of a site's programs, which hold that many experts each, as one."""
+    means = [error["relative_l2_mean"] for error in errors]
+    return {
+        "relative_l2": max(error["relative_l2"] for error in errors),
+        "relative_l2_mean": float(np.average(means, weights=experts)),
+        "max_abs": max(error["max_abs"] for error in errors),
+    }
 
 
 def _rows_of(expert: int, rows: np.ndarray, chosen: np.ndarray, capacity: int) -> np.ndarray:

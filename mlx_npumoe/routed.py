@@ -218,7 +218,7 @@ class RoutedExperts(nn.Module):
             out = pruned.weighed(out, kept)
             self._counters.lose(*(float(np.array(number)) for number in losses))
         mx.async_eval(out)
-        ticket.lease.retire(out)
+        ticket.retire(out)
         self._counters.spilled += spilled
         return out
 

@@ -177,15 +177,15 @@ def renormalised(gates: mx.array, real: mx.array | None, kept: mx.array) -> mx.a
 
 
 def pack(x: mx.array, assignment: Assignment, table: SlotTable) -> list[mx.array]:
-    """Accepted rows of `x` `(T, D)` as one `(G*D, C)` float16 array a group; unused columns are zero."""
+    """Accepted rows of `x` `(T, D)` as one `(n*D, C)` float16 array a port; unused columns are zero."""
     D = x.shape[-1]
     rows = x.astype(mx.float16)[assignment.slot_token]  # (S, D)
     rows = mx.where(assignment.slot_filled[:, None], rows, mx.array(0, mx.float16))
     packed, slot = [], 0
-    for group in table.spec.groups:
-        block = rows[slot : slot + group.rows].reshape(len(group.experts), group.capacity, D)
-        packed.append(mx.contiguous(block.transpose(0, 2, 1).reshape(-1, group.capacity)))
-        slot += group.rows
+    for port in table.spec.ports:
+        block = rows[slot : slot + port.slots].reshape(len(port.experts), port.capacity, D)
+        packed.append(mx.contiguous(block.transpose(0, 2, 1).reshape(-1, port.capacity)))
+        slot += port.slots
     return packed
 
 
@@ -200,15 +200,15 @@ def combine(
     """Bring device and local rows back to `(T, K, D)`. Pad columns are never read.
 
     Args:
-        outputs: one `(G*D, C)` float16 array a group.
+        outputs: one `(n*D, C)` float16 array a port.
         local: `(n_local, D)` rows in the order of `assignment.local_token`, None where there are none.
         shape: `(T, K, D)`.
     """
     D = shape[-1]
     scale = 2.0**table.spec.up_shift
     rows = []
-    for group, y in zip(table.spec.groups, outputs, strict=True):
-        block = y.reshape(len(group.experts), D, group.capacity).transpose(0, 2, 1).reshape(-1, D)
+    for port, y in zip(table.spec.ports, outputs, strict=True):
+        block = y.reshape(len(port.experts), D, port.capacity).transpose(0, 2, 1).reshape(-1, D)
         block = block.astype(mx.float32) * scale if scale != 1.0 else block
         rows.append(block.astype(dtype))
     if local is not None:

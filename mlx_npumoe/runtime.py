@@ -112,18 +112,22 @@ class Engine:
         if entry.reason:
             return entry.reason
         plan = prepared.plan.site(site.path)
-        if plan is None or plan.spec is None or entry.program is None:
+        if plan is None or plan.spec is None or not entry.programs:
             return plan.reason if plan is not None and plan.reason else "the plan keeps this layer local"
         if plan.spec.activation != site.activation:
             return f"the activation is {site.activation}, {plan.spec.activation} was prepared"
-        if stored_spec(prepared.folder / entry.program) != plan.spec.to_dict() or plan.experts != site.experts:
-            raise PreparedError(
-                f"{prepared.folder / entry.program} computes something else than the plan beside it says; run "
-                "mlx_npumoe.prepare again."
-            )
+        programs = [
+            (prepared.folder / program.path, spec, program.nbytes)
+            for program, spec in zip(entry.programs, plan.programs, strict=True)
+        ]
+        for path, spec, _ in programs:
+            if stored_spec(path) != spec.to_dict() or plan.experts != site.experts:
+                raise PreparedError(
+                    f"{path} computes something else than the plan beside it says; run mlx_npumoe.prepare again."
+                )
         try:
             require_formula(stand_in, plan.spec.activation)
-            loaded = self._residency.admit(prepared.folder / entry.program, plan.spec, entry.program_bytes)
+            loaded = self._residency.admit(programs)
         except (DeviceError, ModelError) as e:
             return str(e)
         executor = DeviceExecutor(

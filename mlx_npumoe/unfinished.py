@@ -43,15 +43,15 @@ def sweep(folder: Path) -> None:
 
 
 def keep(folder: Path, entry: PreparedSite) -> None:
-    """Note that a site is finished, its program in place."""
+    """Note that a site is finished, its programs in place."""
     (folder / FINISHED).mkdir(exist_ok=True)
-    program = content_sha256(folder / entry.program) if entry.program else None
+    hashes = {p.path: content_sha256(folder / p.path) for p in entry.programs}
     with whole_file(folder / FINISHED / f"{entry.path}.json") as file:
-        file.write_text(json.dumps({**asdict(entry), "program_sha256": program}))
+        file.write_text(json.dumps({**asdict(entry), "sha256": hashes}))
 
 
 def finished(folder: Path, path: str, full_sha256: str) -> PreparedSite | None:
-    """A site finished by an earlier run, if its experts and its program are what they were then."""
+    """A site finished by an earlier run, if its experts and its programs are what they were then."""
     file = folder / FINISHED / f"{path}.json"
     if not file.is_file():
         return None
@@ -60,7 +60,8 @@ def finished(folder: Path, path: str, full_sha256: str) -> PreparedSite | None:
         entry = prepared_site(record)
         if entry.full_sha256 != full_sha256:
             return None
-        if entry.program and content_sha256(folder / entry.program) != record.text("program_sha256"):
+        hashes = record.record("sha256")
+        if any(content_sha256(folder / p.path) != hashes.text(p.path) for p in entry.programs):
             return None
     except (PreparedError, ProgramError, OSError):
         return None

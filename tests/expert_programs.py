@@ -27,6 +27,16 @@ def random_expert(expert: int, hidden: int = HIDDEN, width: int = WIDTH) -> Expe
     return ExpertMatrices(draw(width, hidden), draw(width, hidden), draw(hidden, width))
 
 
+def exact_expert(expert: int) -> ExpertMatrices:
+    """Weights that are the same numbers on every machine."""
+
+    def grid(rows: int, columns: int) -> np.ndarray:
+        flat = (np.arange(rows * columns, dtype=np.float32) * 7 + expert) % 31 - 15
+        return (flat / 64).reshape(rows, columns)
+
+    return ExpertMatrices(grid(32, 64), grid(32, 64), grid(64, 32))
+
+
 def tiny_spec(*groups: tuple[tuple[int, ...], int], **options: Any) -> ProgramSpec:
     """A spec of `((experts), capacity)` groups; two groups of different capacity unless given."""
     made = tuple(Group(*g) for g in groups or (((3, 1), 32), ((7,), 64)))

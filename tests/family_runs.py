@@ -12,6 +12,7 @@ import tempfile
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -42,6 +43,7 @@ class Outcome:
     name: str
     activations: list[str]
     offloaded: list[int]  # experts in programs
+    programs: list[int]
     launches: list[dict[tuple[int, int], int]]  # by (B, T)
     reasons: list[str | None]
     error: float  # worst token's logits with routing replayed, relative L2
@@ -66,32 +68,35 @@ def taps_of(model: nn.Module) -> dict[str, str | None]:
     return {name: next((r for r in found if r is not None), None) for name, found in reasons.items()}
 
 
-def prepare_family(model: nn.Module, name: str, folder: Path, stored: str = "float32") -> Prepared:
+def prepare_family(
+    model: nn.Module, name: str, folder: Path, stored: str = "float32", weights: str = "fp16", **form: Any
+) -> Prepared:
     """Write a model where mlx-lm would load it from, and prepare it with every expert on the device.
 
-    `stored` is one of STORED; the model becomes what a load would give.
+    `stored` is one of STORED; the model becomes what a load would give. `form` goes to `plan_for`.
     """
     config = families.config(name) | store(model, stored)
     (folder / "config.json").write_text(json.dumps(config))
     mx.save_safetensors(str(folder / "model.safetensors"), dict(tree_flatten(model.parameters())), {"format": "mlx"})
     model.set_dtype(mx.float32)  # as load widens it here
-    model_type, weights = site_weights(str(folder))
+    model_type, experts = site_weights(str(folder))
     profile = RoutingProfile(
-        fingerprint=site_fingerprint(weights, model_type),
+        fingerprint=site_fingerprint(experts, model_type),
         model_type=model_type,
         source="random tokens",
         phase="prefill",
         sequence=CHUNK,
         sites=record(model, tokens(4, CHUNK).tolist(), progress=False),
     )
-    plan = plan_for(profile, [w.site for w in weights], chunk=CHUNK, weights="fp16", hot="all", min_chunk=MIN_CHUNK)
+    sites = [w.site for w in experts]
+    plan = plan_for(profile, sites, chunk=CHUNK, weights=weights, hot="all", min_chunk=MIN_CHUNK, **form)
     return prepare(str(folder), profile=profile, plan=plan, out=folder / "prepared", progress=False)
 
 
-def run_family(name: str, folder: Path, stored: str = "float32") -> Outcome:
+def run_family(name: str, folder: Path, stored: str = "float32", weights: str = "fp16", **form: Any) -> Outcome:
     """Prepare, attach and compare with stock; asserts all but the error's size."""
     model = families.build(name)
-    prepared = prepare_family(model, name, folder, stored)
+    prepared = prepare_family(model, name, folder, stored, weights, **form)
     taps = taps_of(model)
     stock = {shape: run(model, lambda shape=shape: model(tokens(*shape))) for shape in SHAPES}
     with mlx_npumoe.attach(model, prepared, device="off"):
@@ -115,6 +120,7 @@ def run_family(name: str, folder: Path, stored: str = "float32") -> Outcome:
         name=name,
         activations=[str(site.activation) for site in sites],
         offloaded=[len(prepared.plan.site(site.path).hot) for site in sites],  # type: ignore[union-attr]
+        programs=[len(site.programs) for site in prepared.sites.values()],
         launches=launches,
         reasons=[layer.reason for layer in report.layers],
         error=max(errors),

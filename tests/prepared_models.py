@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import mlx.nn as nn
 
@@ -50,11 +51,14 @@ def maker(root: Path) -> Maker:
 
 
 def prepare_all_hot(
-    folder: Path, out: Path, weights: str = "fp16", change: Callable[[Plan], Plan] = lambda plan: plan
+    folder: Path, out: Path, weights: str = "fp16", change: Callable[[Plan], Plan] = lambda plan: plan, **form: Any
 ) -> Prepared:
-    """Prepare a tiny model with every expert that has load on the device, whatever the cost rule says of its size."""
+    """Prepare a tiny model with every expert that has load on the device, whatever the cost rule says of its size.
+
+    `form` goes to `plan_for`.
+    """
     name = str(folder)
     profile = mlx_npumoe.calibrate(name, max_tokens=1536, sequence=CHUNK, progress=False)
     sites = [w.site for w in site_weights(name)[1]]
-    plan = plan_for(profile, sites, chunk=CHUNK, weights=weights, hot="all", min_chunk=MIN_CHUNK)
+    plan = plan_for(profile, sites, chunk=CHUNK, weights=weights, hot="all", min_chunk=MIN_CHUNK, **form)
     return prepare(name, profile=profile, plan=change(plan), out=out, progress=False)

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from expert_programs import HIDDEN, WIDTH, random_expert, saved, tiny_spec
+from expert_programs import HIDDEN, WIDTH, exact_expert, random_expert, saved, tiny_spec
 from mlx_npumoe.activations import Activation
 from mlx_npumoe.converters import formats, package
 from mlx_npumoe.converters.builder import build_program
@@ -22,16 +22,6 @@ from mlx_npumoe.errors import ProgramError
 from mlx_npumoe.program import ExpertMatrices, Group, ProgramSpec
 
 GOLDEN = Path(__file__).parent / "golden"
-
-
-def exact_expert(expert: int) -> ExpertMatrices:
-    """Weights that are the same numbers on every machine."""
-
-    def grid(rows: int, columns: int) -> np.ndarray:
-        flat = (np.arange(rows * columns, dtype=np.float32) * 7 + expert) % 31 - 15
-        return (flat / 64).reshape(rows, columns)
-
-    return ExpertMatrices(grid(32, 64), grid(32, 64), grid(64, 32))
 
 
 @pytest.mark.parametrize("weights", ["fp16", "int8"])
@@ -108,8 +98,10 @@ def test_experts_are_asked_for_once_and_in_slot_order() -> None:
         (tiny_spec(((), 32)), "no experts"),
         (tiny_spec(((1,), 0)), "no capacity"),
         (tiny_spec(activation=Activation("gelu")), "activation"),
-        (tiny_spec(body="grouped"), "body"),
-        (tiny_spec(layout="groups"), "layout"),
+        (tiny_spec(body="woven"), "body"),
+        (tiny_spec(layout="rows"), "layout"),
+        (tiny_spec(layout="groups"), "a program of its own"),
+        (ProgramSpec(HIDDEN, 40000, (Group((0, 1), 32),), body="grouped"), "groups of 1 or fewer"),
         (tiny_spec(weights="lut4"), "weight format"),
         (ProgramSpec(HIDDEN, WIDTH, ()), "at least one group"),
     ],

@@ -19,6 +19,7 @@ from mlx_npumoe.planning import (
     DeviceLimits,
     DeviceProfile,
     Figure,
+    Form,
     Plan,
     RateTable,
     SiteLoads,
@@ -263,7 +264,7 @@ def test_loads_that_are_no_counts_are_refused(loads):
 )
 def test_groups_hold_each_hot_expert_once_and_keep_the_limits(capacities, hidden, data):
     demand = data.draw(hnp.arrays(np.float64, len(capacities), elements=st.integers(0, 200)))
-    groups = pack_groups(capacities, demand, hidden, DeviceLimits())
+    groups = pack_groups(capacities, demand, Form().group_size(hidden, 32, DeviceLimits()))
     members = [e for g in groups for e in g.experts]
     assert sorted(members) == np.flatnonzero(capacities).tolist()
     for g in groups:
@@ -275,8 +276,7 @@ def test_groups_hold_each_hot_expert_once_and_keep_the_limits(capacities, hidden
 
 
 def test_a_hidden_size_over_the_surface_limit_is_refused():
-    with pytest.raises(PreparedError, match="surface"):
-        pack_groups(np.array([32]), np.array([1.0]), 16385, DeviceLimits())
+    assert Form().group_size(16385, 32, DeviceLimits()) == 0
     plan = plan_of([site_of([[50, 50]], hidden=16385)], 64, INFINITELY_FAST)
     assert "surface" in plan.sites[0].reason
 

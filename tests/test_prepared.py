@@ -42,7 +42,7 @@ def _weights(folder: Path) -> Path:
 
 def _exchange_programs(manifest: dict) -> None:
     a, b = manifest["sites"][:2]
-    a["program"], b["program"] = b["program"], a["program"]
+    a["programs"], b["programs"] = b["programs"], a["programs"]
 
 
 def _link_weights(folder: Path) -> None:
@@ -66,7 +66,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "a file that is a number": (lambda f: _edit(f, lambda m: m["files"].update({PLAN: 5})), "JSON object"),
     "profile not listed": (lambda f: _edit(f, lambda m: m["files"].pop(PROFILE)), "does not list"),
     "no dtypes": (lambda f: _edit(f, lambda m: m["sites"][0].update(dtypes=None)), "dtypes"),
-    "bytes that are text": (lambda f: _edit(f, lambda m: m["sites"][0].update(program_bytes="x")), "program_bytes"),
+    "bytes that are text": (lambda f: _edit(f, lambda m: m["sites"][0]["programs"][0].update(nbytes="x")), "nbytes"),
     "model that is a number": (lambda f: _edit(f, lambda m: m.update(model=7)), "'model'"),
     "a file nobody listed": (lambda f: (f / "programs" / "extra").write_text("x"), "does not list"),
     "a name no file can have": (
@@ -141,7 +141,7 @@ def test_prepare_goes_to_the_cache_of_the_fingerprint_and_replaces_what_stood_th
     )
     again = preparation.prepare(str(made.folder), profile=profile, plan=few, progress=False)
     assert again.folder == first.folder
-    assert [s.program is not None for s in Prepared.open(again.folder).sites.values()] == [True, False, False]
+    assert [bool(s.programs) for s in Prepared.open(again.folder).sites.values()] == [True, False, False]
     assert [p.name for p in (private_cache / "prepared").iterdir()] == [first.folder.name]
 
 

@@ -30,6 +30,29 @@ def add_common(made: argparse._ActionsContainer, *, again: bool = False) -> None
     made.add_argument("--quiet", action="store_true", default=default, help="No progress and no notes.")
 
 
+def add_form(made: argparse._ActionsContainer, *, layout: str | None = "layer", body: str | None = "split") -> None:
+    """`--layout` and `--body`, of which None leaves a plan as it is."""
+    from ..program import BODIES, LAYOUTS
+
+    def default(value: str | None) -> str:
+        return f" Default: {value or 'that of the plan'}."
+
+    made.add_argument(
+        "--layout",
+        choices=LAYOUTS,
+        default=layout,
+        help="layer: one program a layer, one launch. groups: one program for each group of experts, where a layer's "
+        "program would be too large for the device, or to compare." + default(layout),
+    )
+    made.add_argument(
+        "--body",
+        choices=BODIES,
+        default=body,
+        help="split: dense convolutions between a split and a concat. grouped: one grouped convolution a matrix. "
+        "separate: an input and an output for each expert, where split and concat are not accepted." + default(body),
+    )
+
+
 def parse(made: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse and apply the shared flags."""
     args = made.parse_args(argv)

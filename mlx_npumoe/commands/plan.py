@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..planning.tiers import TIER_POLICIES, TIERS_HELP
-from ..program import BODIES, DEFAULT_CHUNK, LAYOUTS, WEIGHT_FORMATS
-from . import parse, parser, positive, require_parent
+from ..program import DEFAULT_CHUNK, WEIGHT_FORMATS
+from . import add_form, parse, parser, positive, require_parent
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -20,8 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     made.add_argument("--chunk", type=positive, default=DEFAULT_CHUNK)
     made.add_argument("--tiers", choices=TIER_POLICIES, default="quantile", help=TIERS_HELP)
     made.add_argument("--weights", choices=WEIGHT_FORMATS, default="int8")
-    made.add_argument("--layout", choices=LAYOUTS, default="layer")
-    made.add_argument("--body", choices=BODIES, default="split")
+    add_form(made)
     made.add_argument(
         "--hot", type=_hot, default="auto", help="Hot experts a layer: auto (by the cost rule), all, or a number."
     )

@@ -6,8 +6,8 @@ import json
 from collections.abc import Sequence
 
 from ..planning.tiers import TIER_POLICIES, TIERS_HELP
-from ..program import BODIES, DEFAULT_CHUNK, DEFAULT_TOKENS, LAYOUTS, WEIGHT_FORMATS
-from . import TEXT_HELP, parse, parser, positive
+from ..program import DEFAULT_CHUNK, DEFAULT_TOKENS, WEIGHT_FORMATS
+from . import TEXT_HELP, add_form, parse, parser, positive
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -22,8 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     made.add_argument("--tiers", choices=TIER_POLICIES, default="quantile", help=TIERS_HELP)
     made.add_argument("--weights", choices=WEIGHT_FORMATS, default="int8", help="Weight format of the programs.")
-    made.add_argument("--layout", choices=LAYOUTS, default="layer")
-    made.add_argument("--body", choices=BODIES, default="split")
+    add_form(made)
     made.add_argument("--profile", metavar="FILE", help="A routing profile; the model is then never loaded whole.")
     made.add_argument("--plan", metavar="FILE", help="A plan made before.")
     made.add_argument("--max-tokens", type=positive, default=DEFAULT_TOKENS, help="Tokens to calibrate on.")
@@ -56,7 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "model": prepared.model,
         "fingerprint": prepared.fingerprint,
         "layers": len(prepared.sites),
-        "programs": sum(s.program is not None for s in sites),
+        "offloaded_layers": sum(bool(s.programs) for s in sites),
+        "programs": sum(len(s.programs) for s in sites),
         "program_bytes": nbytes,
         "weights": prepared.plan.weights,
         "worst_relative_l2": max(errors, default=None),
@@ -66,8 +66,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     worst = f", furthest from MLX by {max(errors):.2g} (relative L2)" if errors else ""
     print(
-        f"Prepared {prepared.model}: {summary['programs']} of {summary['layers']} layers have a program "
-        f"({nbytes / 1e6:.1f} MB, {prepared.plan.weights}){worst}."
+        f"Prepared {prepared.model}: {summary['offloaded_layers']} of {summary['layers']} layers have programs "
+        f"({summary['programs']}, {nbytes / 1e6:.1f} MB, {prepared.plan.weights}){worst}."
     )
     print(f"Folder: {prepared.folder}")
     print(f"Next: mlx_npumoe.generate --model {prepared.model} --prompt ...")

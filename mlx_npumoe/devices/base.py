@@ -10,38 +10,39 @@ from typing import Any, Protocol
 import mlx.core as mx
 import numpy as np
 
-from ..program import ProgramSpec
+from ..program import MAIN, ProgramSpec
 
 
 class Surface(Protocol):
-    """One input or output buffer both sides see: `(G*D, C)` float16, tokens on the last axis.
+    """One input or output buffer both sides see: `(n*D, C)` float16 for n experts, tokens on the last axis.
 
     `host` is the device's view (NumPy, writable); `array` is MLX's view of the same memory, held for as long as
     the surface lives so that MLX never donates it.
     """
 
-    host: np.ndarray  # (G*D, C) float16
-    array: mx.array  # (G*D, C) float16, the same memory; build consumers of an output only after the join
+    host: np.ndarray  # (n*D, C) float16
+    array: mx.array  # (n*D, C) float16, the same memory; build consumers of an output only after the join
 
     def write(self, packed: mx.array) -> None:
-        """Put an evaluated `(G*D, C)` float16 array into the surface."""
+        """Put an evaluated `(n*D, C)` float16 array into the surface."""
 
 
 @dataclass
 class LoadedProgram:
-    """A program a device has accepted. `state` belongs to the device."""
+    """A program, or one function of it, a device has accepted. `state` belongs to the device."""
 
     spec: ProgramSpec
     path: Path
     nbytes: int
     state: Any = None
+    function: str = MAIN
 
 
 class Lease(Protocol):
     """The surfaces of one call in flight, out of a ring of at least two."""
 
     program: LoadedProgram
-    inputs: list[Surface]
+    inputs: list[Surface]  # in the order of the spec's ports
     outputs: list[Surface]
     device_s: float  # seconds the device computed, set when the call ends
 
@@ -57,8 +58,8 @@ class ExpertDevice(Protocol):
 
     name: str
 
-    def load(self, program: Path, spec: ProgramSpec) -> LoadedProgram:
-        """Load a package. Raises DeviceError with the reason."""
+    def load(self, program: Path, spec: ProgramSpec, function: str = MAIN) -> LoadedProgram:
+        """Load a package, of one with several functions the named one. Raises DeviceError with the reason."""
 
     def lease(self, loaded: LoadedProgram) -> Lease:
         """Surfaces for one call."""

@@ -20,11 +20,12 @@ from threadpoolctl import ThreadpoolController
 from ..converters.mil import load_graph
 from ..converters.package import package_bytes
 from ..errors import DeviceError, ProgramError
-from ..program import ProgramSpec
+from ..program import MAIN, ProgramSpec
 from .base import Lease, LoadedProgram
 from .dataflow import Dataflow
 from .surfaces import SurfaceRings
 from .tasks import Scratch
+from .ungroup import ungrouped
 from .worker import SerialWorker, Team
 
 DEFAULT_THREADS = 2
@@ -66,27 +67,28 @@ class InterpreterDevice:
         self._blas = ThreadpoolController()
         self._calls = 0
 
-    def load(self, program: Path, spec: ProgramSpec) -> LoadedProgram:
-        """Load a package. Raises DeviceError where it is damaged, too large or not what `spec` says."""
+    def load(self, program: Path, spec: ProgramSpec, function: str = MAIN) -> LoadedProgram:
+        """Load a function of a package. Raises DeviceError where it is damaged, too large or not what `spec` says."""
         path = Path(program)
         nbytes = package_bytes(path)
         limit = self.emulation.max_bytes
         if limit is not None and nbytes > limit:
             raise DeviceError(f"program {path} has {nbytes} bytes, the device takes {limit}: put fewer experts into it")
         try:
-            graph = load_graph(path)
-            flow = Dataflow(graph, saturate=self.emulation.saturate, last_axis_fault=self.emulation.last_axis_fault)
+            graph = load_graph(path, function)
+            flow = Dataflow(
+                ungrouped(graph), saturate=self.emulation.saturate, last_axis_fault=self.emulation.last_axis_fault
+            )
         except ProgramError as error:
             raise DeviceError(str(error)) from error
-        shapes = [spec.port_shape(i) for i in range(len(spec.groups))]
-        for letter, ports in (("x", graph.inputs), ("y", graph.outputs)):
-            wanted = [(f"{letter}{i}", shape) for i, shape in enumerate(shapes)]
+        for side, ports in (("input", graph.inputs), ("output", graph.outputs)):
+            wanted = [(getattr(port, side), port.shape) for port in spec.ports]
             if [(p.name, p.type.shape) for p in ports] != wanted:
                 raise DeviceError(
                     f"program {path} has the ports {', '.join(f'{p.name} {p.type.shape}' for p in ports)} where its "
                     f"plan says {wanted}; prepare it again"
                 )
-        return LoadedProgram(spec, path, nbytes, flow)
+        return LoadedProgram(spec, path, nbytes, flow, function)
 
     def lease(self, loaded: LoadedProgram) -> Lease:
         """Surfaces for one call."""
@@ -126,5 +128,5 @@ class InterpreterDevice:
 
 
 def _shaped(host: np.ndarray, shape: tuple[int | None, ...]) -> np.ndarray:
-    """A `(G*D, C)` surface in its port's shape, the same memory."""
+    """A `(n*D, C)` surface in its port's shape, the same memory."""
     return host.reshape([int(d or 0) for d in shape])

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ..converters.package import package_bytes
 from ..errors import DeviceError
-from ..program import ProgramSpec
+from ..program import MAIN, ProgramSpec
 from .base import Lease, LoadedProgram
 from .surfaces import SurfaceRings
 from .worker import SerialWorker
@@ -25,12 +25,12 @@ class NullDevice:
         self._worker = SerialWorker("null")
         self._rings = SurfaceRings(depth)
 
-    def load(self, program: Path, spec: ProgramSpec) -> LoadedProgram:
+    def load(self, program: Path, spec: ProgramSpec, function: str = MAIN) -> LoadedProgram:
         """Accept a package without reading it. Raises DeviceError where there is none."""
         path = Path(program)
         if not path.exists():
             raise DeviceError(f"there is no program at {path}; prepare it again")
-        return LoadedProgram(spec, path, package_bytes(path))
+        return LoadedProgram(spec, path, package_bytes(path), function=function)
 
     def lease(self, loaded: LoadedProgram) -> Lease:
         """Surfaces for one call."""

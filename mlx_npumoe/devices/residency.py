@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -25,14 +26,17 @@ class Residency:
         """Bytes of the resident programs."""
         return sum(p.nbytes for p in self.resident)
 
-    def admit(self, path: Path, spec: ProgramSpec, nbytes: int) -> LoadedProgram:
-        """Load a program of `nbytes`. Raises DeviceError where a limit or the device says no."""
-        if nbytes > self.program_bytes:
-            raise DeviceError(f"program of {nbytes} bytes is over the device's limit of {self.program_bytes} a program")
-        if len(self.resident) >= self.programs:
+    def admit(self, programs: Sequence[tuple[Path, ProgramSpec, int]]) -> list[LoadedProgram]:
+        """Load a site's programs, each `(path, spec, bytes)`: all or, raising DeviceError with the reason, none."""
+        sizes = [nbytes for _, _, nbytes in programs]
+        if max(sizes) > self.program_bytes:
+            raise DeviceError(
+                f"program of {max(sizes)} bytes is over the device's limit of {self.program_bytes} a program"
+            )
+        if len(self.resident) + len(programs) > self.programs:
             raise DeviceError(f"the device holds its limit of {self.programs} programs")
-        if self.nbytes + nbytes > self.total_bytes:
+        if self.nbytes + sum(sizes) > self.total_bytes:
             raise DeviceError(f"the device's limit of {self.total_bytes} bytes over all programs is reached")
-        loaded = self.device.load(path, spec)
-        self.resident.append(loaded)
+        loaded = [self.device.load(path, spec) for path, spec, _ in programs]
+        self.resident += loaded
         return loaded

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import mlx.core as mx
@@ -17,7 +16,7 @@ from ..errors import DeviceError
 from ..program import ProgramSpec
 from .base import LoadedProgram, Surface
 
-Shapes = tuple[tuple[int, int], ...]  # (G*D, C) of each port
+Shapes = tuple[tuple[int, int], ...]  # (n*D, C) of each port
 
 
 class HostSurface:
@@ -150,6 +149,5 @@ class SurfaceRings:
 
 
 def surface_shapes(spec: ProgramSpec) -> Shapes:
-    """`(G*D, C)` of each input of a program; the outputs have the same."""
-    ports: Sequence[tuple[int, int, int, int]] = [spec.port_shape(i) for i in range(len(spec.groups))]
-    return tuple((rows, columns) for _, rows, _, columns in ports)
+    """`(n*D, C)` of each input of a program; the outputs have the same."""
+    return tuple((port.channels, port.capacity) for port in spec.ports)

@@ -2,7 +2,7 @@
 
 from .cost import SiteLoads, expert_bytes
 from .device_profile import DeviceLimits, DeviceProfile, Figure, RateTable, load_profile
-from .groups import pack_groups
+from .groups import Form, pack_groups
 from .placement import Placement, place
 from .plan import Expectation, Plan, SitePlan, make_plan
 from .tiers import ExpectedRows, TierPolicy, choose_capacities, expected
@@ -13,6 +13,7 @@ __all__ = [
     "Expectation",
     "ExpectedRows",
     "Figure",
+    "Form",
     "Placement",
     "Plan",
     "RateTable",

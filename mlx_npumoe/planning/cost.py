@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..activations import Activation
+from ..converters.blockwise import block_size
 from ..errors import PreparedError
 from ..program import WeightFormat
 from .device_profile import DeviceProfile
@@ -49,10 +50,23 @@ class SiteLoads:
         return np.asarray(self.loads, dtype=np.float64).mean(axis=0)
 
 
+WEIGHT_BITS: dict[WeightFormat, int] = {"fp16": 16, "int8": 8, "lut8": 8, "lut6": 6, "lut4": 4, "int4": 4}
+
+
 def expert_bytes(hidden: int, width: int, weights: WeightFormat, matrices: int = 3) -> int:
-    """Bytes of one expert's two or three matrices in a program; int8 has an fp16 scale an output row."""
-    values = matrices * hidden * width
-    return 2 * values if weights == "fp16" else values + 2 * ((matrices - 1) * width + hidden)
+    """Bytes of one expert's two or three matrices in a program, scales and tables included.
+
+    int8 has an fp16 scale an output row, a palette an fp16 table a matrix. int4 has a scale of 2 and an offset of at most
+    4 bytes a block: these are the most it takes, a model stored in larger groups takes less.
+    """
+    shapes = [(width, hidden)] * (matrices - 1) + [(hidden, width)]  # (out, in)
+    bits = WEIGHT_BITS[weights]
+    total = sum(-(-rows * columns * bits // 8) for rows, columns in shapes)
+    if weights == "int8":
+        return total + 2 * sum(rows for rows, _ in shapes)
+    if weights == "int4":
+        return total + 6 * sum(rows * (columns // block_size(columns)) for rows, columns in shapes)
+    return total if weights == "fp16" else total + matrices * 2 * 2**bits
 
 
 class LayerTimes(NamedTuple):
@@ -68,7 +82,7 @@ class SiteCost:
     """Times of one site under any choice of capacities (ours, after papers 1.2 [PROPOSAL] and coreml 2.4).
 
     ```
-    device = launch + sum over hot e of 2*M*D*F*C_e / rate(C_e) + weight bytes / weight bandwidth
+    device = programs * launch + sum over hot e of 2*M*D*F*C_e / rate(C_e) + weight bytes / weight bandwidth
     local  = overhead + sum over cold e of t(n_e) + sum over hot e of t(max(n_e - C_e, 0))
     serial = join + 2*D*rows / pack bandwidth + 2*D*rows / unpack bandwidth
     layer  = serial + max(device, local)
@@ -90,15 +104,15 @@ class SiteCost:
         alone = self._alone if scale == 1.0 else self._seconds(self._loads * scale)
         return float(self._with_overhead(alone.sum(axis=1)).mean())
 
-    def times(self, capacities: np.ndarray, scale: float = 1.0) -> LayerTimes:
-        """The split with these capacities `(E,)`, 0 for cold experts, and the loads times `scale`."""
+    def times(self, capacities: np.ndarray, scale: float = 1.0, programs: int = 1) -> LayerTimes:
+        """The split with these capacities `(E,)`, 0 for cold experts, in so many programs, and loads times `scale`."""
         figures = self._profile
         hot = capacities > 0
         if not hot.any():
             alone_s = self.stock_s(scale)
             return LayerTimes(0.0, alone_s, 0.0, alone_s)
         rows = int(capacities.sum())
-        device_s = figures.launch_s.value
+        device_s = programs * figures.launch_s.value
         device_s += float(figures.device_rate.seconds(capacities[hot], self._row_flops).sum())
         if figures.weight_gbps is not None:
             device_s += int(hot.sum()) * self._expert_bytes / (figures.weight_gbps.value * 1e9)

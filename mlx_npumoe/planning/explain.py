@@ -74,7 +74,8 @@ def _reasons(plan: Plan) -> list[str]:
     hot = plan.hot_sites
     lines = [
         "",
-        f"{len(hot)} of {len(plan.sites)} layers offloaded, {plan.nbytes / 2**20:.1f} MiB of weights on the device.",
+        f"{len(hot)} of {len(plan.sites)} layers offloaded in {plan.programs} program{'s' * (plan.programs != 1)}, "
+        f"{plan.nbytes / 2**20:.1f} MiB of weights on the device.",
     ]
     rows, pads = sum(s.expected.rows for s in hot), sum(s.expected.pads for s in hot)
     if rows:

@@ -15,7 +15,7 @@ from ..errors import UsageError
 from ..program import Group, WeightFormat
 from .cost import PACKAGE_ALLOWANCE, LayerTimes, SiteCost, SiteLoads, expert_bytes
 from .device_profile import DeviceLimits, DeviceProfile
-from .groups import group_size, pack_groups
+from .groups import LAYER_SPLIT, Form, pack_groups
 from .tiers import ExpectedRows, TierChooser, TierPolicy, expected
 
 Hot = Literal["auto", "all"] | int
@@ -42,13 +42,20 @@ class _Candidate:
     chooser: TierChooser
     order: np.ndarray  # (H,) experts with load, by falling demand, ties by index
     unit_bytes: int  # of one expert in a package
-    layer_s: np.ndarray = field(default_factory=lambda: np.zeros(1))  # [h], 0 <= h <= what one program holds
+    form: Form
+    group_size: int
+    layer_s: np.ndarray = field(default_factory=lambda: np.zeros(1))  # [h], 0 <= h <= what the programs hold
+    programs: np.ndarray = field(default_factory=lambda: np.zeros(1, np.int64))  # [h], likewise
     hot: int = 0
     reason: str | None = None
 
     def capacities(self, hot: int) -> np.ndarray:
         """Capacities `(E,)` with the first `hot` experts of the order."""
         return self.chooser.capacities(self.order[:hot])
+
+    def programs_of(self, hot: int) -> int:
+        """Programs they take."""
+        return self.form.programs(self.capacities(hot), self.group_size)
 
 
 def place(
@@ -60,6 +67,7 @@ def place(
     weights: WeightFormat,
     hot: Hot = "auto",
     min_chunk: int | None = None,
+    form: Form = LAYER_SPLIT,
 ) -> list[Placement]:
     """Decide the hot set, groups and least chunk of every site.
 
@@ -77,6 +85,7 @@ def place(
         hot: "auto", or every expert with load, or that many a site.
         min_chunk: overrides the least chunk of all hot sites; by default the cost rule's, or one grain with
             a forced `hot`, so that decode stays local.
+        form: of the programs.
 
     Raises:
         UsageError: where a forced hot set does not fit.
@@ -86,7 +95,7 @@ def place(
         raise UsageError(f"hot {hot!r} is neither 'auto', 'all' nor a number of experts; use one of them")
     if min_chunk is not None and not 1 <= min_chunk <= chunk:
         raise UsageError(f"a least chunk of {min_chunk} is outside 1 to the chunk of {chunk}; choose one inside")
-    candidates = [_candidate(site, profile, chunk, policy, weights) for site in sites]
+    candidates = [_candidate(site, profile, chunk, policy, weights, form) for site in sites]
     if hot == "auto":
         for c in candidates:
             _try_prefixes(c, profile.limits)
@@ -98,8 +107,9 @@ def place(
 
 
 def _candidate(
-    site: SiteLoads, profile: DeviceProfile, chunk: int, policy: TierPolicy, weights: WeightFormat
+    site: SiteLoads, profile: DeviceProfile, chunk: int, policy: TierPolicy, weights: WeightFormat, form: Form
 ) -> _Candidate:
+    unit_bytes = expert_bytes(site.hidden, site.width, weights, site.activation.matrices) + PACKAGE_ALLOWANCE
     demand = site.demand
     order = np.argsort(-demand, kind="stable")
     candidate = _Candidate(
@@ -107,7 +117,9 @@ def _candidate(
         cost=SiteCost(site, profile, weights),
         chooser=TierChooser(site.loads, chunk, policy),
         order=order[demand[order] > 0],
-        unit_bytes=expert_bytes(site.hidden, site.width, weights, site.activation.matrices) + PACKAGE_ALLOWANCE,
+        unit_bytes=unit_bytes,
+        form=form,
+        group_size=form.group_size(site.hidden, site.width, profile.limits, unit_bytes),
     )
     limits = profile.limits
     if site.reason is not None:
@@ -118,7 +130,7 @@ def _candidate(
         candidate.reason = (
             f"values came near the float16 limit, and {site.activation.name} is not linear in what could be scaled"
         )
-    elif group_size(site.hidden, limits) < 1:
+    elif site.hidden > limits.surface_rows:
         candidate.reason = f"hidden size {site.hidden} is over the device's {limits.surface_rows} surface rows"
     elif candidate.unit_bytes > min(limits.program_bytes, limits.total_bytes):
         candidate.reason = f"one expert of {_mib(candidate.unit_bytes)} is over the device's limit"
@@ -128,14 +140,20 @@ def _candidate(
 
 
 def _try_prefixes(candidate: _Candidate, limits: DeviceLimits) -> None:
-    """Fill in the layer time of every prefix one program can hold."""
+    """Fill in the layer time and the programs of every prefix they can hold."""
     stock_s = candidate.cost.stock_s()
     if candidate.reason is not None:
         candidate.layer_s = np.array([stock_s])
         return
-    most = min(len(candidate.order), limits.program_bytes // candidate.unit_bytes)
-    prefixes = (candidate.cost.times(candidate.capacities(h)).layer_s for h in range(1, most + 1))
-    candidate.layer_s = np.array([stock_s, *prefixes])
+    most = len(candidate.order)
+    if candidate.form.layout == "layer":
+        most = min(most, limits.program_bytes // candidate.unit_bytes)
+    times, programs = [stock_s], [0]
+    for h in range(1, most + 1):
+        capacities = candidate.capacities(h)
+        programs.append(candidate.form.programs(capacities, candidate.group_size))
+        times.append(candidate.cost.times(capacities, programs=programs[-1]).layer_s)
+    candidate.layer_s, candidate.programs = np.array(times), np.array(programs)
     best = float(candidate.layer_s[1:].min())
     if best >= stock_s:
         candidate.reason = f"no split helps: local alone {_ms(stock_s)}, the best split {_ms(best)}"
@@ -154,13 +172,12 @@ def share_budget(candidates: Sequence[_Candidate], limits: DeviceLimits) -> None
     while True:
         moves = []
         for index, c in enumerate(candidates):
-            if c.hot == 0 and programs == 0:
-                continue
             reach = min(len(c.layer_s) - 1, c.hot + left // c.unit_bytes)
             more = np.arange(1, reach - c.hot + 1)
             if not len(more):
                 continue
             saved = (c.layer_s[c.hot] - c.layer_s[c.hot + 1 : reach + 1]) / (more * c.unit_bytes)
+            saved[c.programs[c.hot + 1 : reach + 1] - c.programs[c.hot] > programs] = 0
             best = int(saved.argmax())
             if saved[best] > 0:
                 moves.append((float(saved[best]), -index, int(more[best])))
@@ -168,7 +185,7 @@ def share_budget(candidates: Sequence[_Candidate], limits: DeviceLimits) -> None
             break
         _, index, step = max(moves)
         chosen = candidates[-index]
-        programs -= chosen.hot == 0
+        programs -= int(chosen.programs[chosen.hot + step] - chosen.programs[chosen.hot])
         chosen.hot += step
         left -= step * chosen.unit_bytes
     for c in candidates:
@@ -187,12 +204,12 @@ def _force(candidates: Sequence[_Candidate], limits: DeviceLimits, hot: Literal[
         if c.hot == 0:
             c.reason = "hot experts were forced to none"
             continue
-        if c.hot * c.unit_bytes > limits.program_bytes:
+        if c.form.layout == "layer" and c.hot * c.unit_bytes > limits.program_bytes:
             raise UsageError(
                 f"{c.site.path}: {c.hot} hot experts take {_mib(c.hot * c.unit_bytes)}, over the program "
-                f"limit of {_mib(limits.program_bytes)}; force fewer"
+                f"limit of {_mib(limits.program_bytes)}; force fewer, or use the layout groups"
             )
-        total, programs = total + c.hot * c.unit_bytes, programs + 1
+        total, programs = total + c.hot * c.unit_bytes, programs + c.programs_of(c.hot)
     if total > limits.total_bytes or programs > limits.programs:
         raise UsageError(
             f"the forced hot experts take {programs} programs of {_mib(total)}, over the device's "
@@ -203,22 +220,23 @@ def _force(candidates: Sequence[_Candidate], limits: DeviceLimits, hot: Literal[
 def _placement(candidate: _Candidate, limits: DeviceLimits, chunk: int, forced_chunk: int | None) -> Placement:
     site, cost = candidate.site, candidate.cost
     capacities = candidate.capacities(candidate.hot)
+    programs = candidate.programs_of(candidate.hot)
     groups: tuple[Group, ...] = ()
     least = 0
     if candidate.hot:
-        groups = pack_groups(capacities, site.demand, site.hidden, limits)
-        least = forced_chunk or least_chunk(cost, capacities, chunk, limits.grain)
+        groups = pack_groups(capacities, site.demand, candidate.group_size)
+        least = forced_chunk or least_chunk(cost, capacities, chunk, limits.grain, programs)
     return Placement(
         groups=groups,
         reason=candidate.reason,
         min_chunk=least,
         rows=expected(site.loads, capacities),
-        times=cost.times(capacities),
+        times=cost.times(capacities, programs=programs),
         stock_s=cost.stock_s(),
     )
 
 
-def least_chunk(cost: SiteCost, capacities: np.ndarray, chunk: int, grain: int) -> int:
+def least_chunk(cost: SiteCost, capacities: np.ndarray, chunk: int, grain: int, programs: int = 1) -> int:
     """Least tokens, a multiple of the grain, from which on the split beats local alone up to a whole chunk.
 
     Loads are scaled in proportion; the programs' capacities are fixed, so short chunks pay for pads.
@@ -226,7 +244,7 @@ def least_chunk(cost: SiteCost, capacities: np.ndarray, chunk: int, grain: int) 
     least = chunk
     for tokens in range((chunk - 1) // grain * grain, 0, -grain):
         scale = tokens / chunk
-        if cost.times(capacities, scale).layer_s >= cost.stock_s(scale):
+        if cost.times(capacities, scale, programs).layer_s >= cost.stock_s(scale):
             break
         least = tokens
     return least

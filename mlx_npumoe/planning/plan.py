@@ -14,10 +14,10 @@ from ..activations import Activation
 from ..errors import UsageError
 from ..program import BODIES, LAYOUTS, WEIGHT_FORMATS, Group, ProgramSpec, WeightFormat
 from ..records import Record, dump, parse, read, write
-from .cost import SiteLoads, expert_bytes
+from .cost import PACKAGE_ALLOWANCE, SiteLoads, expert_bytes
 from .device_profile import KINDS, DeviceLimits, DeviceProfile, read_limits
 from .explain import explain
-from .groups import group_size
+from .groups import Form, regrouped
 from .placement import Hot, Placement, place
 from .tiers import TIER_POLICIES, TierPolicy, round_up
 
@@ -41,12 +41,12 @@ class Expectation:
 
 @dataclass(frozen=True)
 class SitePlan:
-    """One MoE site: a program, or the reason why it stays local."""
+    """One MoE site: its programs, or the reason why it stays local."""
 
     path: str
     layer: int
     experts: int  # E
-    spec: ProgramSpec | None
+    spec: ProgramSpec | None  # of all its programs together
     reason: str | None  # why everything stays local
     min_chunk: int  # shorter inputs stay local; 0 for sites without a program
     expected: Expectation
@@ -55,6 +55,11 @@ class SitePlan:
     def hot(self) -> tuple[int, ...]:
         """Hot experts in slot order."""
         return self.spec.experts if self.spec else ()
+
+    @property
+    def programs(self) -> tuple[ProgramSpec, ...]:
+        """The spec of each program, in slot order."""
+        return self.spec.programs if self.spec else ()
 
     @property
     def nbytes(self) -> int:
@@ -91,6 +96,40 @@ class Plan:
     def nbytes(self) -> int:
         """Weight bytes on the device."""
         return sum(s.nbytes for s in self.sites)
+
+    @property
+    def programs(self) -> int:
+        """Programs of all sites."""
+        return sum(len(s.programs) for s in self.sites)
+
+    def in_form(self, layout: str | None = None, body: str | None = None) -> Plan:
+        """The same experts and capacities in programs of another layout or body; None keeps the plan's.
+
+        Expected times stay those of the plan. Raises UsageError where a form is unknown or its programs do not fit the
+        device.
+        """
+        form = Form(layout or self.layout, body or self.body)
+        _require_form(form)
+        sites = []
+        for site in self.sites:
+            spec = site.spec
+            if spec is not None:
+                unit = expert_bytes(spec.hidden, spec.width, spec.weights, spec.activation.matrices) + PACKAGE_ALLOWANCE
+                size = form.group_size(spec.hidden, spec.width, self.limits, unit)
+                if not size or (form.layout == "layer" and len(spec.experts) * unit > self.limits.program_bytes):
+                    raise UsageError(
+                        f"{site.path}: {len(spec.experts)} hot experts are over what a program of layout "
+                        f"{form.layout} may hold on the device; keep the plan's layout"
+                    )
+                spec = replace(spec, groups=regrouped(spec.groups, size), layout=form.layout, body=form.body)
+            sites.append(replace(site, spec=spec))
+        made = replace(self, layout=form.layout, body=form.body, sites=tuple(sites))
+        if made.programs > self.limits.programs:
+            raise UsageError(
+                f"layout {form.layout} takes {made.programs} programs, over the device's {self.limits.programs}; use "
+                "the layout layer"
+            )
+        return made
 
     def site(self, path: str) -> SitePlan | None:
         """The site of a module path."""
@@ -174,8 +213,8 @@ def make_plan(
         profile: figures and limits of the device.
         tiers: policy of the capacities, by name or in full.
         weights: format on the device.
-        layout: programs a layer.
-        body: form of a program.
+        layout: "layer", one program a site, or "groups", one a group.
+        body: what a program does with a group's experts: "split", "grouped" or "separate".
         hot: "auto" by the cost rule, "all" experts with load, or that many a site.
         min_chunk: overrides the least chunk of all hot sites.
 
@@ -185,17 +224,16 @@ def make_plan(
     """
     if chunk < 1:
         raise UsageError(f"a chunk of {chunk} tokens is impossible; use at least 1")
-    for what, value, known in (
-        ("weights", weights, WEIGHT_FORMATS),
-        ("layout", layout, LAYOUTS),
-        ("body", body, BODIES),
-    ):
-        if value not in known:
-            raise UsageError(f"{what} {value!r} is unknown; use one of {', '.join(known)}")
-    weight_format = cast(WeightFormat, weights)
+    form = Form(layout, body)
+    _require_form(form)
+    if weights not in WEIGHT_FORMATS:
+        raise UsageError(f"weights {weights!r} is unknown; use one of {', '.join(WEIGHT_FORMATS)}")
+    weight_format: WeightFormat = weights
     policy = tiers if isinstance(tiers, TierPolicy) else TierPolicy(name=tiers)
     policy = replace(policy, grain=profile.limits.grain)
-    placements = place(sites, profile, chunk=chunk, policy=policy, weights=weight_format, hot=hot, min_chunk=min_chunk)
+    placements = place(
+        sites, profile, chunk=chunk, policy=policy, weights=weight_format, hot=hot, min_chunk=min_chunk, form=form
+    )
     plan = Plan(
         model_fingerprint=model_fingerprint,
         model_type=model_type,
@@ -208,12 +246,18 @@ def make_plan(
         device_name=profile.name,
         device_kind=profile.kind,
         limits=profile.limits,
-        sites=tuple(_site_plan(s, p, weight_format, layout, body) for s, p in zip(sites, placements, strict=True)),
+        sites=tuple(_site_plan(s, p, weight_format, form) for s, p in zip(sites, placements, strict=True)),
     )
     return Plan.from_json(plan.to_json(), where="new plan")
 
 
-def _site_plan(site: SiteLoads, placed: Placement, weights: WeightFormat, layout: str, body: str) -> SitePlan:
+def _require_form(form: Form) -> None:
+    for what, value, known in (("layout", form.layout, LAYOUTS), ("body", form.body, BODIES)):
+        if value not in known:
+            raise UsageError(f"{what} {value!r} is unknown; use one of {', '.join(known)}")
+
+
+def _site_plan(site: SiteLoads, placed: Placement, weights: WeightFormat, form: Form) -> SitePlan:
     spec = None
     if placed.groups:
         spec = ProgramSpec(
@@ -222,8 +266,8 @@ def _site_plan(site: SiteLoads, placed: Placement, weights: WeightFormat, layout
             groups=placed.groups,
             activation=site.activation,
             weights=weights,
-            layout=layout,
-            body=body,
+            layout=form.layout,
+            body=form.body,
             up_shift=site.up_shift,
         )
     saved = placed.stock_s - placed.times.layer_s
@@ -316,7 +360,7 @@ def _spec(record: Record, plan: Plan, experts: int) -> ProgramSpec:
     )
     if spec.up_shift and not spec.activation.linear:
         record.fail(f"'up_shift' {spec.up_shift} is impossible with the activation {spec.activation}")
-    most = group_size(spec.hidden, plan.limits)
+    most = Form(plan.layout, plan.body).group_size(spec.hidden, spec.width, plan.limits)
     for group in groups:
         if len(group.experts) > most:
             record.fail(f"a group of {len(group.experts)} experts is over the device's limit of {most}")
