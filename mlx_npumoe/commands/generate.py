@@ -18,9 +18,8 @@ from unittest.mock import patch
 
 from ..devices import DEVICES
 from ..errors import ModelError, NpumoeError, UsageError
-from ..policies import OVERFLOWS, SALIENCIES
 from ..progress import note
-from . import add_common, parse, require_parent, write_text
+from . import add_common, add_overflow, overflow_options, parse, require_parent, write_text
 
 DEFAULT_MODEL = "demo:smollm2"
 
@@ -37,25 +36,7 @@ def setup_arg_parser(loops: Any) -> argparse.ArgumentParser:
         help="What mlx_npumoe.prepare made of the model; 'auto' looks in the cache, 'none' attaches nothing.",
     )
     group.add_argument("--device", choices=DEVICES, default="auto", help="Where hot experts run.")
-    group.add_argument(
-        "--overflow",
-        choices=OVERFLOWS,
-        default="spill",
-        help="Pairs beyond an expert's capacity: spill computes them with MLX (exact), prune drops the least salient "
-        "(lossy; the report says how many).",
-    )
-    group.add_argument(
-        "--saliency",
-        choices=SALIENCIES,
-        default=None,
-        help="What prune keeps: tokens of large attention output (attention_norm, default), pairs of large gate weight "
-        "(gate), or of large gate weight times the size of the input (gate_norm).",
-    )
-    group.add_argument(
-        "--prune-renormalise",
-        action="store_true",
-        help="Under prune, scale the gates a token has left to the sum of all it had.",
-    )
+    add_overflow(group)
     group.add_argument(
         "--record-routing",
         metavar="FILE",
@@ -72,7 +53,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse(setup_arg_parser(loops), argv)
     require_parent(args.report, "--report")
     require_parent(args.record_routing, "--record-routing")
-    _require_policies(args)
+    if args.record_routing is not None and not args.record_routing.endswith(".safetensors"):
+        raise UsageError(f"--record-routing {args.record_routing} must end in .safetensors.")
+    overflow_options(args)
     _require_sizes(args)
     if args.model is None and args.prompt_cache_file is None:
         args.model = DEFAULT_MODEL
@@ -109,14 +92,6 @@ def _require_sizes(args: argparse.Namespace) -> None:
             raise UsageError(f"--{flag.replace('_', '-')} {value} is not a positive number.")
 
 
-def _require_policies(args: argparse.Namespace) -> None:
-    """Raises UsageError for flags without an effect, and for a profile of another kind."""
-    if args.overflow != "prune" and (args.saliency is not None or args.prune_renormalise):
-        raise UsageError("--saliency and --prune-renormalise have an effect with --overflow prune only.")
-    if args.record_routing is not None and not args.record_routing.endswith(".safetensors"):
-        raise UsageError(f"--record-routing {args.record_routing} must end in .safetensors.")
-
-
 class _Session:
     """Stands in for mlx-lm's load and generate, and remembers what they gave."""
 
@@ -132,11 +107,7 @@ class _Session:
 
         draft = self.model is not None
         prepared = None if draft or self.args.prepared == "none" else self.args.prepared
-        policies: dict[str, Any] = {}
-        if not draft:
-            policies["overflow"] = self.args.overflow
-            policies["saliency"] = self.args.saliency or SALIENCIES[0]
-            policies["prune_renormalise"] = self.args.prune_renormalise
+        policies = {} if draft else overflow_options(self.args)
         loaded = load(path, prepared=prepared, device=self.args.device, **policies, **options)
         if not draft:
             self.model = loaded[0]
