@@ -54,7 +54,7 @@ bench: $(DEMO)
 	$(BIN)/python -m mlx_npumoe.benchmarks.decode
 
 families: $(INSTALLED)
-	$(BIN)/python tests/family_runs.py --out docs/families.md
+	$(BIN)/python tests/family_runs.py --out docs/families.md --taps mlx_npumoe/data/taps.json
 
 soak-resume: $(DEMO)
 	$(BIN)/python -m pytest -m soak tests/test_resume.py

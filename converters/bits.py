@@ -15,7 +15,7 @@ def packed_bytes(bits: int, count: int) -> int:
 
 
 def pack(values: np.ndarray, bits: int) -> np.ndarray:
-    """`values`, any shape of uint8 below `2**bits`, as `(packed_bytes,)` uint8. Eight numbers at a time fill `bits` bytes."""
+    """`values`, any shape of uint8 below `2**bits`, as `(packed_bytes,)` uint8. Eight numbers fill `bits` bytes."""
     flat = np.ascontiguousarray(values, np.uint8).reshape(-1)
     if bits == 8:
         return flat

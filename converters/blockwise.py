@@ -51,8 +51,8 @@ def blocks_of(matrix: np.ndarray) -> Blocks:
 
 
 def block_size(columns: int) -> int:
-    """Block size of an input width: 32 where it divides it, else its largest divisor that is a multiple of 8 and at most
-    64, else the whole row.
+    """Block size of an input width: 32 where it divides it, else its largest divisor that is a multiple of 8 and at
+    most 64, else the whole row.
     """
     if columns % OWN_SIZE == 0:
         return OWN_SIZE
@@ -162,8 +162,8 @@ def _finer(codes: np.ndarray, scale: np.ndarray, which: np.ndarray) -> None:
 def _least_squares(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """`(codes (n, size), scale (n,), offset (n,))` of least squared error, among a few ranges for every block.
 
-    For each range the codes give scale and offset by linear regression, and those give the codes. An offset is rounded so
-    that float16 holds `code - offset`: float16 and float32 arithmetic then agree.
+    For each range the codes give scale and offset by linear regression, and those give the codes. An offset is rounded
+    so that float16 holds `code - offset`: float16 and float32 arithmetic then agree.
     """
     low, high = rows.min(axis=1), rows.max(axis=1)
     best = np.full(len(rows), np.inf, np.float32)

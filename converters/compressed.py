@@ -1,7 +1,7 @@
 """Compressed weights of a program: what Core ML's `constexpr` operations make of their constants.
 
-Reads the three kinds our formats use, in every form coremltools writes (macOS 13 and macOS 15), blocks along any axis and
-tables of vectors included. Knows operations and arrays, not formats, experts or devices.
+Reads the three kinds our formats use, in every form coremltools writes (macOS 13 and macOS 15), blocks along any axis
+and tables of vectors included. Knows operations and arrays, not formats, experts or devices.
 """
 
 from __future__ import annotations

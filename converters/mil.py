@@ -61,7 +61,7 @@ class Constant:
     offset: int = 0
 
     def array(self) -> np.ndarray:
-        """The value; one in the weight file is mapped, not read. Numbers of less than a byte take one each, as uint8 or int8.
+        """The value; one in the weight file is mapped, not read. Of less than a byte, each takes one, as uint8 or int8.
 
         Raises ProgramError where the file is damaged.
         """

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from .generation import batch_generate, generate, load, stream_generate
     from .preparation import prepare
     from .prepared import Prepared
-    from .recording import calibrate
+    from .recording import RoutingLog, calibrate
     from .report import Report
     from .runtime import Engine, attach, detach, engine
 
@@ -28,6 +28,7 @@ _HOME = {
     "generate": "generation",
     "load": "generation",
     "stream_generate": "generation",
+    "RoutingLog": "recording",
     "calibrate": "recording",
     "prepare": "preparation",
     "Prepared": "prepared",
@@ -38,6 +39,7 @@ __all__ = [
     "NpumoeError",
     "Prepared",
     "Report",
+    "RoutingLog",
     "attach",
     "batch_generate",
     "calibrate",

@@ -18,12 +18,12 @@ import mlx.nn as nn
 import numpy as np
 
 from .cache import whole_file
-from .errors import PreparedError
+from .errors import PreparedError, UsageError
 from .sites import ExpertSite, projection_names
 from .weights import ExpertWeights
 
 BLOCK = 128  # tokens
-SCHEMA = 1
+SCHEMA = 2
 MAXIMA = ("x", "gate", "up", "product", "down")
 SAMPLES = 64  # rows kept a site, for comparing programs with MLX on real inputs
 
@@ -33,6 +33,8 @@ class SiteProfile:
     """What was seen at one site. `counts` has a row per full block; `totals` covers every token, tails too.
 
     `rows` are inputs spread over the text, the one with the largest magnitude first, and `chosen` their experts.
+    `gate_mass` is each expert's sum of gate weights (up to one factor a site), None where gates cannot be observed, for
+    `gates_reason`.
     """
 
     path: str
@@ -44,6 +46,8 @@ class SiteProfile:
     maxima: dict[str, float] = field(default_factory=lambda: dict.fromkeys(MAXIMA, 0.0))  # largest magnitudes
     rows: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), np.float32))  # (N, D)
     chosen: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), np.int32))  # (N, K)
+    gate_mass: np.ndarray | None = None  # (E,) float64
+    gates_reason: str | None = None
 
     def skew(self) -> dict[str, float]:
         """How uneven the load is: busiest expert over the mean, and the share of the busiest quarter of experts."""
@@ -51,6 +55,35 @@ class SiteProfile:
         total = max(int(loads.sum()), 1)
         quarter = loads[: max(1, self.experts // 4)].sum()
         return {"max_over_mean": float(loads[0] * self.experts / total), "top_quarter": float(quarter / total)}
+
+    def most_loaded(self, k: int) -> set[int]:
+        """The `k` experts with most pairs, ties by number."""
+        return set(np.argsort(-self.totals, kind="stable")[:k].tolist())
+
+    def merged(self, other: SiteProfile) -> SiteProfile:
+        """What was seen here and there. Sample rows are shared out by tokens, the largest first."""
+        here = round(SAMPLES * self.tokens / max(self.tokens + other.tokens, 1))
+        parts = [(s.rows[:n], s.chosen[:n]) for s, n in ((self, here), (other, SAMPLES - here)) if len(s.rows) and n]
+        rows = np.concatenate([r for r, _ in parts]) if parts else self.rows
+        chosen = np.concatenate([c for _, c in parts]) if parts else self.chosen
+        if len(rows):
+            largest = int(np.abs(rows).max(axis=1).argmax())
+            order = np.r_[largest, np.delete(np.arange(len(rows)), largest)]
+            rows, chosen = rows[order], chosen[order]
+        known = self.gate_mass is not None and other.gate_mass is not None
+        return SiteProfile(
+            path=self.path,
+            experts=self.experts,
+            top_k=max(self.top_k, other.top_k),
+            tokens=self.tokens + other.tokens,
+            counts=[*self.counts, *other.counts],
+            totals=self.totals + other.totals,
+            maxima={name: max(self.maxima[name], other.maxima[name]) for name in MAXIMA},
+            rows=rows,
+            chosen=chosen,
+            gate_mass=self.gate_mass + other.gate_mass if known else None,  # type: ignore[operator]
+            gates_reason=None if known else self.gates_reason or other.gates_reason,
+        )
 
     def loads(self, chunk: int) -> np.ndarray:
         """Pairs each expert gets in a chunk of `chunk` tokens: `(S, E)`, one row per run of blocks.
@@ -81,6 +114,23 @@ class RoutingProfile:
         """Tokens seen."""
         return max((s.tokens for s in self.sites.values()), default=0)
 
+    def merged(self, other: RoutingProfile) -> RoutingProfile:
+        """Both profiles in one.
+
+        Raises:
+            PreparedError: they are of different models.
+        """
+        require_same_model(self, other)
+        same_phase, same_source = self.phase == other.phase, self.source == other.source
+        return RoutingProfile(
+            fingerprint=self.fingerprint,
+            model_type=self.model_type,
+            source=self.source if same_source else f"{self.source}, {other.source}",
+            phase=self.phase if same_phase else "prefill and decode",
+            sequence=max(self.sequence, other.sequence),
+            sites={path: site.merged(other.sites[path]) for path, site in self.sites.items()},
+        )
+
     def save(self, path: Path) -> None:
         """Write to `path` (temporary name, fsync, rename)."""
         arrays, header = {}, {k: v for k, v in asdict(self).items() if k != "sites"}
@@ -91,11 +141,14 @@ class RoutingProfile:
             arrays[f"{name}.totals"] = mx.array(s.totals.astype(np.int64))
             arrays[f"{name}.rows"] = mx.array(s.rows.astype(np.float32))
             arrays[f"{name}.chosen"] = mx.array(s.chosen.astype(np.int32))
+            if s.gate_mass is not None:
+                arrays[f"{name}.gate_mass"] = mx.array(s.gate_mass.astype(np.float32))
             header["sites"][name] = {
                 "experts": s.experts,
                 "top_k": s.top_k,
                 "tokens": s.tokens,
                 "maxima": s.maxima,
+                "gates_reason": s.gates_reason,
             }
         with whole_file(path) as partial:  # keeps the ending, which MLX insists on
             try:
@@ -113,6 +166,11 @@ class RoutingProfile:
             arrays, metadata = loaded
             header = json.loads(metadata["profile"])
             schema = header.pop("schema")
+            if schema != SCHEMA:
+                raise PreparedError(
+                    f"{path} is a routing profile of schema {schema}, this version reads schema {SCHEMA}; make a new "
+                    "one with mlx_npumoe.calibrate."
+                )
             described: dict[str, Any] = header.pop("sites")
             sites = {
                 name: SiteProfile(
@@ -121,6 +179,7 @@ class RoutingProfile:
                     totals=np.array(arrays[f"{name}.totals"]),
                     rows=np.array(arrays[f"{name}.rows"]),
                     chosen=np.array(arrays[f"{name}.chosen"]),
+                    gate_mass=_gate_mass(arrays.get(f"{name}.gate_mass")),
                     **facts,
                 )
                 for name, facts in described.items()
@@ -128,9 +187,92 @@ class RoutingProfile:
             profile = cls(sites=sites, **header)
         except (RuntimeError, ValueError, KeyError, TypeError) as e:
             raise PreparedError(f"{path} is not a routing profile ({e}); make one with mlx_npumoe.calibrate.") from e
-        if schema != SCHEMA:
-            raise PreparedError(f"{path} has schema {schema}, this version reads {SCHEMA}; calibrate again.")
         return profile
+
+
+def _gate_mass(stored: mx.array | None) -> np.ndarray | None:
+    return None if stored is None else np.array(stored, np.float64)
+
+
+def require_same_model(a: RoutingProfile, b: RoutingProfile) -> None:
+    """Raises PreparedError where two profiles are not of the same experts."""
+    shapes = [{path: site.experts for path, site in profile.sites.items()} for profile in (a, b)]
+    if a.fingerprint != b.fingerprint or shapes[0] != shapes[1]:
+        raise PreparedError(
+            f"The two routing profiles are of different models ({a.model_type} of experts {a.fingerprint[:12]} and "
+            f"{b.model_type} of {b.fingerprint[:12]}); give two profiles of one model."
+        )
+
+
+def overlaps(a: RoutingProfile, b: RoutingProfile, k: int) -> dict[str, float]:
+    """Overlap@K of each site: the share of the `k` most loaded experts that two profiles agree on (NPUMoE 5).
+
+    Raises:
+        PreparedError: they are of different models. UsageError: `k` is not between 1 and the number of experts.
+    """
+    require_same_model(a, b)
+    least = min((site.experts for site in a.sites.values()), default=0)
+    if not 1 <= k <= least:
+        raise UsageError(f"Overlap@{k} is impossible: the model has {least} experts a layer; give 1 to {least}.")
+    return {p: len(site.most_loaded(k) & b.sites[p].most_loaded(k)) / k for p, site in a.sites.items()}
+
+
+class SiteStatistics:
+    """Fills the profile of one site from what passes. `chosen` is -1 for pairs that stand for no expert's work."""
+
+    def __init__(self, site: ExpertSite) -> None:
+        self.profile = SiteProfile(site.path, site.experts, totals=np.zeros(site.experts, np.int64))
+        self._random = np.random.default_rng(site.layer)
+        self._lots = np.zeros(0)  # of the rows kept; the lowest stay
+
+    def draw(self, n: int) -> np.ndarray:
+        """Lots for `n` rows."""
+        return self._random.random(n)
+
+    def count(self, chosen: np.ndarray) -> None:
+        """Count `(T, K)` choices; full blocks are kept apart."""
+        self.profile.top_k = chosen.shape[1]
+        self.profile.tokens += len(chosen)
+        for start in range(0, len(chosen), BLOCK):
+            block = chosen[start : start + BLOCK]
+            counts = np.bincount(block[block >= 0], minlength=self.profile.experts)
+            self.profile.totals += counts
+            if len(block) == BLOCK:
+                self.profile.counts.append(counts)
+
+    def weigh(self, chosen: np.ndarray, gates: np.ndarray | None) -> None:
+        """Add the gate weights `(T, K)` of the choices; once unknown, the mass stays unknown."""
+        if gates is None:
+            self.profile.gate_mass = None
+            self.profile.gates_reason = self.profile.gates_reason or "an observer of the router saw nothing of a call"
+        elif self.profile.gates_reason is None:
+            if self.profile.gate_mass is None:
+                self.profile.gate_mass = np.zeros(self.profile.experts)
+            counted = chosen >= 0
+            weights = gates[counted].astype(np.float64)
+            self.profile.gate_mass += np.bincount(chosen[counted], weights, minlength=self.profile.experts)
+
+    def sample(self, x: np.ndarray, chosen: np.ndarray, lots: np.ndarray) -> None:
+        """Keep the SAMPLES rows with the lowest lots of all calls so far, and the largest as the first."""
+        if not len(x):
+            return
+        largest = int(np.abs(x).max(axis=1).argmax())
+        profile = self.profile
+        if len(profile.rows):
+            x, chosen = np.concatenate([profile.rows, x]), np.concatenate([profile.chosen, chosen])
+            lots = np.concatenate([self._lots, lots])
+            largest += len(profile.rows)
+            lots[0] = self._random.random()  # the largest so far is a row like any other, should it be surpassed
+            if np.abs(x[0]).max() >= np.abs(x[largest]).max():
+                largest = 0
+        lots[largest] = -1.0
+        keep = np.argsort(lots)[:SAMPLES]
+        profile.rows, profile.chosen, self._lots = x[keep], chosen[keep], lots[keep]
+
+    def stretch(self, maxima: Sequence[float]) -> None:
+        """Take up the largest magnitudes of a call."""
+        for name, value in zip(MAXIMA, maxima, strict=True):
+            self.profile.maxima[name] = max(self.profile.maxima[name], value)
 
 
 class Recorder:
@@ -140,18 +282,26 @@ class Recorder:
     the same.
     """
 
-    def __init__(self, site: ExpertSite, module: nn.Module) -> None:
-        self.profile = SiteProfile(site.path, site.experts, totals=np.zeros(site.experts, np.int64))
+    def __init__(self, site: ExpertSite, module: nn.Module, gates_reason: str | None = None) -> None:
+        self._statistics = SiteStatistics(site)
+        self.profile.gates_reason = gates_reason
         self._weights = ExpertWeights(site, module)
-        self._random = np.random.default_rng(site.layer)
-        self._lots = np.zeros(0)  # of the rows kept; the lowest stay
-        by_numpy = site.local_reason is None and not mx.metal.is_available()
-        self._run = _experts_numpy if by_numpy else _experts_mlx
+        self._run = _runner(site)
+
+    @property
+    def profile(self) -> SiteProfile:
+        """What was recorded so far."""
+        return self._statistics.profile
 
     def __call__(
-        self, x: mx.array, indices: mx.array, valid: mx.array | None, real: mx.array | None = None
+        self,
+        x: mx.array,
+        indices: mx.array,
+        valid: mx.array | None,
+        real: mx.array | None = None,
+        gates: mx.array | None = None,
     ) -> mx.array:
-        """Rows `(..., K, D)` of the experts, after recording counts and maxima.
+        """Rows `(..., K, D)` of the experts, after recording counts, gate weights `(T, K)` and maxima.
 
         Rows of padding (`valid` False) and pairs that stand for no expert's work (`real` `(T, K)` False) are not
         counted; they come back computed or zero.
@@ -163,39 +313,29 @@ class Recorder:
         if real is not None:
             keep &= np.array(real)
         chosen = np.where(keep, flat, -1)[rows]
-        self._count(chosen)
-        self._sample(np.array(x.astype(mx.float32)).reshape(len(flat), -1)[rows], chosen)
+        self._statistics.count(chosen)
+        self._statistics.weigh(chosen, None if gates is None else np.array(gates)[rows])
+        tokens = np.array(x.astype(mx.float32)).reshape(len(flat), -1)[rows]
+        self._statistics.sample(tokens, chosen, self._statistics.draw(len(tokens)))
         out, maxima = self._run(self._weights, x.reshape(len(flat), -1), flat, keep)
-        for name, value in zip(MAXIMA, maxima, strict=True):
-            self.profile.maxima[name] = max(self.profile.maxima[name], value)
+        self._statistics.stretch(maxima)
         return out.reshape(*indices.shape, -1).astype(x.dtype)
 
-    def _count(self, chosen: np.ndarray) -> None:
-        self.profile.top_k = chosen.shape[1]
-        self.profile.tokens += len(chosen)
-        for start in range(0, len(chosen), BLOCK):
-            block = chosen[start : start + BLOCK]
-            counts = np.bincount(block[block >= 0], minlength=self.profile.experts)
-            self.profile.totals += counts
-            if len(block) == BLOCK:
-                self.profile.counts.append(counts)
 
-    def _sample(self, x: np.ndarray, indices: np.ndarray) -> None:
-        """Keep SAMPLES rows of all calls so far, each as likely as any other, and the largest as the first."""
-        if not len(x):
-            return
-        largest = int(np.abs(x).max(axis=1).argmax())
-        profile, lots = self.profile, self._random.random(len(x))
-        if len(profile.rows):
-            x, indices = np.concatenate([profile.rows, x]), np.concatenate([profile.chosen, indices])
-            lots = np.concatenate([self._lots, lots])
-            largest += len(profile.rows)
-            lots[0] = self._random.random()  # the largest so far is a row like any other, should it be surpassed
-            if np.abs(x[0]).max() >= np.abs(x[largest]).max():
-                largest = 0
-        lots[largest] = -1.0
-        keep = np.argsort(lots)[:SAMPLES]
-        profile.rows, profile.chosen, self._lots = x[keep], indices[keep], lots[keep]
+Run = Callable[[ExpertWeights, mx.array, np.ndarray, np.ndarray], tuple[mx.array, list[float]]]
+
+
+def _runner(site: ExpertSite) -> Run:
+    by_numpy = site.local_reason is None and not mx.metal.is_available()
+    return _experts_numpy if by_numpy else _experts_mlx
+
+
+def largest_magnitudes(site: ExpertSite, module: nn.Module, rows: np.ndarray, chosen: np.ndarray) -> list[float]:
+    """MAXIMA of the experts on `(N, D)` rows whose experts `chosen` `(N, K)` are; -1 for none."""
+    keep = chosen >= 0
+    if not keep.any():
+        return [0.0] * len(MAXIMA)
+    return _runner(site)(ExpertWeights(site, module), mx.array(rows), np.where(keep, chosen, 0), keep)[1]
 
 
 def _experts_mlx(

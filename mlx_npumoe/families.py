@@ -9,10 +9,11 @@ from __future__ import annotations
 import ast
 import importlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from pathlib import Path
 
+from .data import family_taps
 from .sites import expressible
 
 _OWN = "switch_layers"
@@ -27,23 +28,27 @@ EXCEPTIONS = {
 
 @dataclass(frozen=True)
 class Family:
-    """One file of `mlx_lm.models`. `reason` says why its experts stay local, None where they can move."""
+    """One file of `mlx_lm.models`. `reason` says why its experts stay local, None where they can move.
+
+    `taps`: what can be observed around the experts, each None or the reason why not; None where that was never tried.
+    """
 
     name: str
     forms: tuple[str, ...]  # SwitchGLU, SwitchMLP
     activations: tuple[str, ...]  # classes
     reason: str | None
+    taps: dict[str, str | None] | None = None
 
 
 def find_families() -> list[Family]:
     """Every file of `mlx_lm.models` that uses switch_layers, by name."""
     import mlx_lm.models
 
-    found = []
+    found, tried = [], family_taps()
     for file in sorted(Path(mlx_lm.models.__path__[0]).glob("*.py")):
         tree = ast.parse(file.read_text(encoding="utf-8"))
         if file.stem != _OWN and any(isinstance(n, ast.ImportFrom) and n.module == _OWN for n in ast.walk(tree)):
-            found.append(_family(file.stem, tree))
+            found.append(replace(_family(file.stem, tree), taps=tried.get(file.stem)))
     return found
 
 

@@ -16,9 +16,10 @@ from . import loading
 from .devices import resolve
 from .errors import PreparedError
 from .phase import phase
+from .policies import OVERFLOWS, SALIENCIES
 from .prepared import Prepared
 from .progress import note
-from .runtime import OVERFLOWS, attach, choose, engine
+from .runtime import attach, choose, engine, require_lossy
 from .sites import find_sites
 
 _loops: Any = importlib.import_module("mlx_lm.generate")  # the package's attribute of that name differs
@@ -30,6 +31,8 @@ def load(
     prepared: Prepared | str | Path | None = "auto",
     device: str = "auto",
     overflow: str = "spill",
+    saliency: str = "attention_norm",
+    prune_renormalise: bool = False,
     return_config: bool = False,
     progress: bool = True,
     **as_mlx_lm_load: Any,
@@ -41,7 +44,8 @@ def load(
         prepared: `auto` looks for the cached folder of this model's fingerprint and otherwise runs plain MLX with one
             hint; a folder or Prepared is used or refused; None never attaches.
         device: `auto`, `interpreter` or `off`.
-        overflow: `spill`, the exact policy.
+        overflow: `spill`, the exact policy, or `prune`, which drops pairs (see `attach`).
+        saliency, prune_renormalise: what `prune` keeps, and how it weighs that.
         return_config: also return the config.
         as_mlx_lm_load: everything else `mlx_lm.load` takes.
 
@@ -50,6 +54,8 @@ def load(
     """
     resolve(device)
     choose("overflow", overflow, OVERFLOWS)
+    choose("saliency", saliency, SALIENCIES)
+    require_lossy(overflow, prune_renormalise)
     if prepared is not None and prepared != "auto" and not isinstance(prepared, Prepared):
         prepared = Prepared.open(prepared)  # before the model, which takes longer
     folder = loading.locate(path_or_repo, as_mlx_lm_load.pop("revision", None))
@@ -57,7 +63,15 @@ def load(
     model._npumoe_name = str(path_or_repo)
     found = _find(model, path_or_repo, device) if prepared == "auto" else prepared
     if isinstance(found, Prepared):
-        attach(model, found, device=device, overflow=overflow, progress=progress)
+        attach(
+            model,
+            found,
+            device=device,
+            overflow=overflow,
+            saliency=saliency,
+            prune_renormalise=prune_renormalise,
+            progress=progress,
+        )
     return (model, tokenizer, config) if return_config else (model, tokenizer)
 
 
@@ -197,5 +211,5 @@ class _MaskedCalls:
         stop = self._start + tokens.shape[1]
         valid = mx.arange(self._start, stop)[None] < self._lengths if self._padded else None  # (B, T)
         self._start = stop
-        with phase(generating=True, valid=valid):
+        with phase(generating=True, valid=valid, unpadded=valid is None):
             return self._model(tokens, **kwargs)

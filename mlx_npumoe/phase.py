@@ -19,12 +19,13 @@ class Phase:
     """What a loop is doing.
 
     `generating`: only caches of a chunk are evaluated. `decoding`: each sequence brings one token. `valid`: `(B, T)`
-    bool, False where a row is padding.
+    bool, False where a row is padding. `unpadded`: the loop knows that no row is.
     """
 
     generating: bool = False
     decoding: bool = False
     valid: mx.array | None = None
+    unpadded: bool = False
 
 
 _BARE = Phase()
@@ -37,10 +38,12 @@ def current() -> Phase:
 
 
 @contextmanager
-def phase(*, generating: bool = False, decoding: bool = False, valid: mx.array | None = None) -> Iterator[None]:
+def phase(
+    *, generating: bool = False, decoding: bool = False, valid: mx.array | None = None, unpadded: bool = False
+) -> Iterator[None]:
     """Set the phase of this thread for the length of a block."""
     before = current()
-    _state.phase = Phase(generating, decoding, valid)
+    _state.phase = Phase(generating, decoding, valid, unpadded)
     try:
         yield
     finally:

@@ -106,7 +106,7 @@ def plan_for(
 def prepare(
     path_or_repo: str,
     *,
-    text: Sequence[str | Path] | None = None,
+    text: Sequence[str | Path] | str | None = None,
     out: str | Path | None = None,
     chunk: int = DEFAULT_CHUNK,
     tiers: str = "quantile",
@@ -116,6 +116,7 @@ def prepare(
     profile: RoutingProfile | str | Path | None = None,
     plan: Plan | str | Path | None = None,
     max_tokens: int = DEFAULT_TOKENS,
+    seed: int = 0,
     device_profile: DeviceProfile | str | Path | None = None,
     progress: bool = True,
 ) -> Prepared:
@@ -123,18 +124,18 @@ def prepare(
 
     Args:
         path_or_repo: folder, hub repository or `demo:NAME`.
-        text: UTF-8 files to calibrate on; the shipped corpus where None.
+        text: UTF-8 files to calibrate on; the shipped corpus where None; `self`, what the model writes itself.
         out: folder to write; the cache folder of the model's fingerprint where None.
         chunk: tokens a launch at most; give generate's prefill step.
-        tiers: `quantile` or `uniform` capacities.
-        weights: format of the programs' weights: `int8` (per channel), `fp16`, `lut8`, `lut6`, `lut4` (a table a matrix),
-            `int4` (in blocks; the model's own 4-bit weights as they are).
+        tiers: how capacities are chosen (see `planning.tiers.TierPolicy`).
+        weights: format of the programs' weights: `int8` (per channel), `fp16`, `lut8`, `lut6`, `lut4` (a table a
+            matrix), `int4` (in blocks; the model's own 4-bit weights as they are).
         layout: `layer`, one program a site, or `groups`, one for each group of experts.
         body: `split`, dense convolutions between a split and a concat; `grouped`, grouped convolutions; or `separate`,
             ports for each expert, for compilers that take neither.
         profile: a routing profile made before; the model is then never loaded whole.
         plan: a plan made before, for this model; chunk, tiers, weights, layout and body are then the plan's.
-        max_tokens: tokens to calibrate on.
+        max_tokens: tokens to calibrate on. seed: of the sampling of the text `self`.
         device_profile: figures of the device to plan for; this machine's where None.
 
     Raises:
@@ -169,7 +170,9 @@ def prepare(
     final = _free_to_write(Path(out)) if out is not None else None
 
     if profile is None:
-        profile = calibrated(path_or_repo, text=text, max_tokens=max_tokens, sequence=chunk, progress=progress)
+        profile = calibrated(
+            path_or_repo, text=text, max_tokens=max_tokens, sequence=chunk, seed=seed, progress=progress
+        )
     model_type, tensors = site_weights(path_or_repo)
     fingerprint = site_fingerprint(tensors, model_type)
     for what, found in (("routing profile", profile.fingerprint), ("plan", plan and plan.model_fingerprint)):

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import mlx.core as mx
 import numpy as np
 
+from .errors import UsageError
 from .program import ProgramSpec
 
 
@@ -122,6 +123,57 @@ def assign(indices: mx.array, table: SlotTable, valid: mx.array | None = None) -
         local_token=order[local_at] // K,
         local_expert=expert[local_at],
     )
+
+
+def most_salient(indices: mx.array, table: SlotTable, saliency: mx.array, valid: mx.array | None = None) -> mx.array:
+    """Which pairs overflow policy `prune` keeps: `(T, K)` bool. Lazy.
+
+    Of each hot expert's pairs the `capacity` most salient stay, ties by token; NaN is the least salient of all, and
+    -0.0 ties with 0.0. Pairs of cold experts stay. What is said of padding (`valid` False) means nothing, and padding
+    takes no place.
+
+    Args:
+        indices: `(T, K)` expert of each pair.
+        table: the site's slots.
+        saliency: `(T,)` or `(T, K)`.
+        valid: `(T,)` or `(T, K)` bool.
+    """
+    T, K = indices.shape
+    P, E = T * K, table.experts
+    if (E + 1) * P >= 2**31:
+        raise UsageError(f"{T} tokens of {E} experts are too many for one prune; use a smaller chunk.")
+    flat = indices.reshape(-1).astype(mx.int32)  # (P,)
+    if valid is not None:
+        flat = mx.where(mx.broadcast_to(valid.reshape(T, -1), (T, K)).reshape(-1), flat, E)
+    values = mx.broadcast_to(saliency.reshape(T, -1), (T, K)).reshape(-1).astype(mx.float32)
+    # One key: expert, the saliency's bits descending, pair. Bits of floats order as integers, negative ones backwards.
+    bits = mx.where(values == 0, mx.zeros_like(values), values).view(mx.int32)
+    rising = mx.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    rising = mx.where(mx.isnan(values), -(2**31), rising).astype(mx.int64)
+    falling = (2**31 - 1) - rising  # 0 to 2**32 - 1
+    key = (flat.astype(mx.int64) * 2**32 + falling) * P + mx.arange(P, dtype=mx.int64)
+    order = (mx.sort(key) % P).astype(mx.int32)  # (P,)
+    expert = flat[order]
+    counts = mx.zeros((E + 1,), mx.int32).at[flat].add(1)
+    start = mx.cumsum(counts) - counts
+    rank = mx.arange(P, dtype=mx.int32) - start[expert]
+    capacity = table.capacity[expert]
+    kept = mx.zeros((P,), mx.bool_)
+    kept[order] = mx.logical_or(capacity == 0, rank < capacity)
+    return kept.reshape(T, K)
+
+
+def renormalised(gates: mx.array, real: mx.array | None, kept: mx.array) -> mx.array:
+    """`(T,)` factors that give a token's kept gates the sum of all its gates; exactly 1 where nothing was dropped.
+
+    Args:
+        gates: `(T, K)`. real: `(T, K)` bool, the pairs that stand for an expert's work. kept: `(T, K)` bool.
+    """
+    ours = gates if real is None else mx.where(real, gates, 0)
+    rest = mx.where(kept, ours, 0)
+    before, after = ours.sum(axis=-1), rest.sum(axis=-1)
+    lost = mx.logical_not(kept) if real is None else mx.logical_and(real, mx.logical_not(kept))
+    return mx.where(mx.logical_and(lost.any(axis=-1), after > 0), before / mx.where(after > 0, after, 1), 1.0)
 
 
 def pack(x: mx.array, assignment: Assignment, table: SlotTable) -> list[mx.array]:

@@ -22,17 +22,16 @@ from .devices.residency import Residency
 from .errors import DeviceError, ModelError, PreparedError, UsageError
 from .executors.device import DeviceExecutor
 from .fingerprint import loaded_hash
+from .policies import OVERFLOWS, SALIENCIES, Pruning
 from .prepared import Prepared
 from .progress import Progress
 from .report import LayerCounters, LayerReport, Report
 from .routed import RoutedExperts
 from .routing import SlotTable
 from .sites import ExpertSite, find_sites, last_cached_layer, require_formula, require_sites, swap
-from .taps import pair_tap
+from .taps import SiteTaps, pair_tap, prove
 
 DEADLINE_S = 60.0
-OVERFLOWS = ("spill",)
-SALIENCIES = ("attention_norm",)
 
 
 class Engine:
@@ -46,6 +45,7 @@ class Engine:
         self.device: ExpertDevice | None = None
         self._release: Callable[[], object] = lambda: None
         self._weights: str | None = None
+        self._pruning: Pruning | None = None
         self._residency: Residency | None = None
         last = last_cached_layer(model)
         self.sites = require_sites(model, name)
@@ -73,6 +73,29 @@ class Engine:
             for site, stand_in in self.stand_ins.items():
                 self._reasons[site] = self._load(site, stand_in, prepared, breaker, deadline_s)
                 bar.advance()
+
+    def prune(self, pruning: Pruning) -> None:
+        """Drop the least salient pairs of layers on the device instead of computing them locally: lossy.
+
+        Raises:
+            ModelError: what the policy has to know cannot be observed in this model.
+        """
+        ours = {site: stand_in for site, stand_in in self.stand_ins.items() if stand_in._device is not None}
+        with self.paused():
+            proofs = prove(self.model, list(ours))
+        for site in ours:
+            proof = proofs[site.path]
+            reason = proof.batch_reason or (proof.gates_reason if pruning.needs_gates else None)
+            if pruning.saliency == "attention_norm":
+                reason = reason or proof.attention_reason
+            if reason is not None:
+                raise ModelError(
+                    f"{self.name} cannot be pruned by {pruning}: in layer {site.layer} {reason}; choose another "
+                    "saliency or overflow='spill'."
+                )
+        for site, stand_in in ours.items():
+            stand_in.prune(pruning, SiteTaps(self.model, site, proofs[site.path]))
+        self._pruning = pruning
 
     def _load(
         self, site: ExpertSite, stand_in: RoutedExperts, prepared: Prepared, breaker: Breaker, deadline_s: float
@@ -125,7 +148,8 @@ class Engine:
             LayerReport(site.layer, stand_in._counters, self._reason(site, stand_in))
             for site, stand_in in self.stand_ins.items()
         )
-        return Report(self.name, self.device.name if self.device else "off", self._weights, layers)
+        overflow = "spill" if self._pruning is None else f"prune by {self._pruning}"
+        return Report(self.name, self.device.name if self.device else "off", self._weights, layers, overflow)
 
     def _reason(self, site: ExpertSite, stand_in: RoutedExperts) -> str | None:
         """Why a site is local now."""
@@ -202,6 +226,7 @@ def attach(
     device: str | ExpertDevice = "auto",
     overflow: str = "spill",
     saliency: str = "attention_norm",
+    prune_renormalise: bool = False,
     deadline_s: float = DEADLINE_S,
     progress: bool = False,
 ) -> Engine:
@@ -211,16 +236,19 @@ def attach(
         model: a model from `mlx_lm.load` or `mlx_npumoe.load(..., prepared=None)`.
         prepared: what `prepare` made of this model, or its folder.
         device: `auto`, `interpreter`, `off`, or a device object (the engine closes it).
-        overflow: `spill` (exact): pairs beyond an expert's capacity are computed locally.
+        overflow: `spill` (exact): pairs beyond an expert's capacity are computed locally. `prune` (lossy, NPUMoE's):
+            the least salient of them are dropped, in prompts of known padding; every report says how many.
+        saliency: what `prune` keeps: `attention_norm`, `gate` or `gate_norm` (see `policies.Pruning`).
+        prune_renormalise: scale the gates a token has left to the sum of all it had.
         deadline_s: seconds a device call may take before its rows are computed locally.
-        saliency: which pairs a pruning policy would keep; without effect under `spill`.
 
     Raises:
         UsageError: an unknown value. PreparedError: the folder is damaged or of another model. ModelError: the model
-        is attached already or has no experts we can move.
+        is attached already, has no experts we can move, or cannot be pruned as asked.
     """
     choose("overflow", overflow, OVERFLOWS)
     choose("saliency", saliency, SALIENCIES)
+    require_lossy(overflow, prune_renormalise)
     if not isinstance(prepared, Prepared):
         prepared = Prepared.open(prepared)
     if isinstance(device, str):
@@ -236,6 +264,8 @@ def attach(
         opened = open_device(device) if isinstance(device, str) else device
         if opened is not None:
             made.use_device(opened, prepared, deadline_s=deadline_s, progress=progress)
+            if overflow == "prune":
+                made.prune(Pruning(saliency, prune_renormalise))
     except BaseException:
         made.close()
         raise
@@ -247,6 +277,12 @@ def detach(model: nn.Module) -> None:
     made = engine(model)
     if made is not None:
         made.close()
+
+
+def require_lossy(overflow: str, renormalise: bool) -> None:
+    """Raises UsageError where gates are to be renormalised and none is ever dropped."""
+    if renormalise and overflow != "prune":
+        raise UsageError("prune_renormalise has an effect under overflow='prune' only; leave it out.")
 
 
 def choose(name: str, value: Any, allowed: tuple[str, ...]) -> None:

@@ -26,11 +26,13 @@ from mlx_npumoe.preparation import plan_for, prepare
 from mlx_npumoe.prepared import Prepared
 from mlx_npumoe.recording import record
 from mlx_npumoe.sites import find_sites
+from mlx_npumoe.taps import prove
 from mlx_npumoe.tensors import site_fingerprint, site_weights
 from replay import per_token_error, require_close_flips, run
 from stored_formats import store
 
 CHUNK, MIN_CHUNK = 128, 32
+TAPS = ("attention_output", "router_logits", "gate_weights")
 SHAPES = ((1, 1), (1, 40), (1, 200), (2, 40))  # (B, T) of the calls
 
 
@@ -47,11 +49,23 @@ class Outcome:
     error: float  # worst token's logits with routing replayed, relative L2
     flips: int  # first flips of the free runs, all shown to be close
     spilled: int
+    taps: dict[str, str | None]  # what can be observed: None, or the reason why not
 
 
 def tokens(batch: int, length: int) -> mx.array:
     """Random token ids `(B, T)`."""
     return mx.array(np.random.default_rng([batch, length]).integers(2, 300, (batch, length)))
+
+
+def taps_of(model: nn.Module) -> dict[str, str | None]:
+    """For each of TAPS, None where all sites of a model have it, else the first reason why one has not."""
+    proofs = prove(model, list(find_sites(model))).values()
+    reasons = {
+        "attention_output": [p.attention_reason for p in proofs],
+        "router_logits": [p.logits_reason for p in proofs],
+        "gate_weights": [p.gates_reason for p in proofs],
+    }
+    return {name: next((r for r in found if r is not None), None) for name, found in reasons.items()}
 
 
 def prepare_family(
@@ -83,6 +97,7 @@ def run_family(name: str, folder: Path, stored: str = "float32", weights: str = 
     """Prepare, attach and compare with stock; asserts all but the error's size."""
     model = families.build(name)
     prepared = prepare_family(model, name, folder, stored, weights, **form)
+    taps = taps_of(model)
     stock = {shape: run(model, lambda shape=shape: model(tokens(*shape))) for shape in SHAPES}
     with mlx_npumoe.attach(model, prepared, device="off"):
         off = model(tokens(1, 200))
@@ -111,25 +126,39 @@ def run_family(name: str, folder: Path, stored: str = "float32", weights: str = 
         error=max(errors),
         flips=flips,
         spilled=report.totals.spilled,
+        taps=taps,
     )
 
 
 def table(outcomes: list[Outcome]) -> str:
     """The page docs/families.md."""
     rows = [_HEAD.format(mlx_lm=version("mlx-lm"), count=len(outcomes))]
-    rows.append("| family | sites | experts moved | activation | worst token | first flips | spilled | local |")
-    rows.append("|---|---|---|---|---|---|---|---|")
+    head = ("family", "sites", "experts moved", "activation", "worst token", "first flips", "spilled", "local")
+    rows.append(f"| {' | '.join([*head, *(name.replace('_', ' ') for name in TAPS)])} |")
+    rows.append("|---" * (len(head) + len(TAPS)) + "|")
+    notes: list[str] = []
     for o in outcomes:
         local = "; ".join(sorted({r for r in o.reasons if r is not None})) or "nothing"
         moved = ", ".join(map(str, o.offloaded))
         activations = "; ".join(dict.fromkeys(o.activations))
         rows.append(
             f"| {o.name} | {len(o.reasons)} | {moved} | {activations} | {o.error:.1e} | {o.flips} | {o.spilled} "
-            f"| {local} |"
+            f"| {local} | {' | '.join(_note(o.taps[name], notes) for name in TAPS)} |"
         )
+    rows.append("")
+    rows += [f"{n}. {reason}" for n, reason in enumerate(notes, 1)]
     rows.append("\nNot here:\n")
     rows += [f"* {name}: {reason}." for name, reason in families.UNSUPPORTED.items()]
     return "\n".join(rows) + "\n"
+
+
+def _note(reason: str | None, notes: list[str]) -> str:
+    """A cell: `yes`, or `no` with the number of its reason."""
+    if reason is None:
+        return "yes"
+    if reason not in notes:
+        notes.append(reason)
+    return f"no ({notes.index(reason) + 1})"
 
 
 _HEAD = """# Families
@@ -142,7 +171,8 @@ float16 programs for all experts that got tokens, attached, and compared with st
 routing replayed (limit 2e-3). *First flips* are routing decisions of the free runs that differ from stock with no
 other flip before them; each was shown to come from rounding. *Spilled* pairs found no slot and were computed by MLX.
 With the device off, every model's logits are bit-identical to stock. All calls but (1, 1) launched at every site, those
-of one chunk once, (1, 200) twice.
+of one chunk once, (1, 200) twice. The last three columns say what can be observed around the experts, proved in a trial
+call of each site; numbers are reasons, below the table.
 """
 
 
@@ -151,12 +181,16 @@ def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description="Every family through the exactness harness.")
     parser.add_argument("names", nargs="*", help="All where none is given.")
     parser.add_argument("--out", type=Path, help="Write the page there.")
+    parser.add_argument("--taps", type=Path, help="Write what can be observed there, as JSON.")
     args = parser.parse_args(argv)
     outcomes = []
     for name in args.names or [*families.FAMILIES, *families.WRAPPERS]:
         with tempfile.TemporaryDirectory() as folder:
             outcomes.append(run_family(name, Path(folder)))
         assert all(list(site.values()) == [0, 1, 2, 1] for site in outcomes[-1].launches), outcomes[-1]
+    if args.taps:
+        shown = {"mlx_lm": version("mlx-lm"), "families": {o.name: o.taps for o in outcomes}}
+        args.taps.write_text(json.dumps(shown, indent=1) + "\n")
     if args.out:
         args.out.write_text(table(outcomes))
     else:

@@ -18,6 +18,7 @@ from mlx.utils import tree_flatten
 
 import families
 from mlx_npumoe.sites import find_sites
+from mlx_npumoe.taps import replay as tell_observers
 
 
 class _Watched(nn.Module):
@@ -36,9 +37,7 @@ class _Watched(nn.Module):
         if queue is None:
             return out
         replayed = queue.pop(0)
-        tap = getattr(self.inner, "_pair_tap", None)
-        if tap is not None:
-            tap.tell(replayed)
+        tell_observers(self.inner, replayed)
         return replayed
 
 

@@ -18,6 +18,7 @@ import mlx_npumoe
 from family_runs import CHUNK, SHAPES, prepare_family, run_family, tokens
 from mlx_npumoe.activations import Activation
 from mlx_npumoe.commands import inspect
+from mlx_npumoe.data import family_taps
 from mlx_npumoe.families import EXCEPTIONS, find_families
 from mlx_npumoe.phase import phase
 from mlx_npumoe.recording import record
@@ -33,6 +34,7 @@ def test_an_attached_family_is_stock_with_its_experts_on_the_device(name: str, t
     for launches in outcome.launches:
         assert launches == dict(zip(SHAPES, (0, 1, 2, 1), strict=True))
     assert all(Activation.parse(a) for a in outcome.activations)
+    assert outcome.taps == family_taps()[name]
 
 
 @pytest.mark.parametrize("name", ["gpt_oss", "phixtral", "nemotron_h"])  # biases, biases without a gate, neither
@@ -55,7 +57,7 @@ def test_inspect_shows_the_families(capsys: pytest.CaptureFixture[str]) -> None:
     assert [f["name"] for f in shown["families"]] == sorted(families.switch_files())
     assert inspect.main(["--families"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert any(line.split()[:4] == ["nemotron_h", "SwitchMLP", "ReLU2", "yes"] for line in lines)
+    assert any(line.split()[:4] == ["nemotron_h", "SwitchMLP", "ReLU2", "no"] for line in lines)
     assert any("muse_spark" in line and "Metal" in line for line in lines)
 
 

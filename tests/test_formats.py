@@ -1,5 +1,5 @@
 # python -m pytest tests/test_formats.py
-"""Weight formats keep what they promise: palettes, blocks, packed bits, and what the interpreter reads of all of them."""
+"""Weight formats keep what they promise: palettes, blocks, packed bits, and what the interpreter reads."""
 
 from __future__ import annotations
 
@@ -312,7 +312,7 @@ def test_the_interpreter_reads_what_coremltools_reads(weights: WeightFormat, tmp
 
 
 def decompressed_by_coremltools(path: Path) -> dict[str, np.ndarray]:
-    """Every convolution's weight of a saved package, read and decompressed by coremltools, by the convolution's name."""
+    """Every convolution's weight of a saved package, decompressed by coremltools, by the convolution's name."""
     ct = coremltools()
     from coremltools.converters.mil.frontend.milproto.load import load
 

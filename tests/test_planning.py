@@ -32,7 +32,7 @@ from mlx_npumoe.planning import (
     pack_groups,
 )
 from mlx_npumoe.planning.cost import PACKAGE_ALLOWANCE, SiteCost
-from mlx_npumoe.planning.tiers import round_up
+from mlx_npumoe.planning.tiers import TIER_POLICIES, TierChooser, round_up
 
 EXPERT_IN_A_PACKAGE = expert_bytes(64, 32, "int8") + PACKAGE_ALLOWANCE
 MANY = settings(max_examples=60, deadline=None)
@@ -129,6 +129,49 @@ def test_tier_edges_side_by_side():
     loads = np.array([[0, 1, 32, 33, 64, 65]])
     assert choose_capacities(loads, 256).tolist() == [0, 32, 32, 64, 64, 96]
     assert choose_capacities(loads, 256, TierPolicy("uniform")).tolist() == [0, 96, 96, 96, 96, 96]
+
+
+def test_the_papers_uniform_example() -> None:
+    """NPUMoE 3.2: B = 256, E = 8, r = 2 gives 64; with top-2 the mean load, and so ours, is twice that."""
+    for top_k, ours in ((1, 64), (2, 128)):
+        mean = top_k * 256 / 8
+        loads = np.array([[2 * mean, 0.0, *[mean] * 6]])
+        assert set(choose_capacities(loads, 256, TierPolicy("uniform_paper")).tolist()) == {64, 0}
+        assert set(choose_capacities(loads, 256, TierPolicy("uniform")).tolist()) == {ours, 0}
+
+
+def test_quartile4x_of_phimoe() -> None:
+    """Papers 7.1: B = 256, k = 2, E = 16: a base of 32 allocates 1.75 times the routed load, one of 16 half of that."""
+    loads = np.arange(16, 48, 2, dtype=float)[None]  # the busiest are the last four
+    loads *= 512 / loads.sum()
+    ours = choose_capacities(loads, 256, TierPolicy("quartile4x"))
+    assert ours.tolist() == [32] * 12 + [128] * 4 and ours.sum() == 1.75 * 512
+    papers = choose_capacities(loads, 256, TierPolicy("quartile4x_paper"))
+    assert papers.tolist() == [32] * 12 + [64] * 4  # 16 rows are not a capacity: the grain is 32
+
+
+@pytest.mark.parametrize(("experts", "busiest"), [(2, 1), (4, 1), (7, 1), (8, 2), (128, 32)])
+def test_quartile4x_gives_ties_to_the_first_and_nothing_to_the_unused(experts: int, busiest: int) -> None:
+    loads = np.full((3, experts), 100.0)
+    chosen = choose_capacities(loads, 2048, TierPolicy("quartile4x"))
+    assert chosen.tolist() == [416] * busiest + [128] * (experts - busiest)
+    assert choose_capacities(loads, 256, TierPolicy("quartile4x")).max() == 256  # no more than a chunk
+    loads[:, 0] = 0
+    chosen = choose_capacities(loads, 2048, TierPolicy("quartile4x"))
+    assert chosen[0] == 0 and (chosen[1:] > 0).all()
+    chooser = TierChooser(loads, 2048, TierPolicy("quartile4x"))
+    some = chooser.capacities([experts - 1])
+    assert some[:-1].sum() == 0 and some[-1] == chosen[-1]  # a smaller hot set changes no capacity
+
+
+@pytest.mark.parametrize("tiers", ["uniform_paper", "quartile4x", "quartile4x_paper"])
+def test_plans_of_every_tier_policy_survive_json(tiers: str) -> None:
+    assert tiers in TIER_POLICIES
+    assert TierPolicy(tiers).papers_base is tiers.endswith("_paper")
+    loads = np.random.default_rng(0).integers(1, 90, (5, 8))
+    plan = plan_of([site_of(loads)], 256, INFINITELY_FAST, hot="all", tiers=tiers)
+    assert plan.tiers == tiers and Plan.from_json(plan.to_json()) == plan
+    assert f"tiers {tiers} " in plan.explain()
 
 
 def test_a_rarely_used_expert_gets_the_least_capacity():

@@ -484,7 +484,10 @@ def test_an_adapted_model_finds_its_base_models_folder(tiny: Maker, private_cach
     assert found is not None and found.fingerprint == made.prepared.fingerprint
 
 
-@pytest.mark.parametrize("wrong", [{"device": "tpu"}, {"overflow": "prune"}, {"saliency": "luck"}, {"device": 5}])
+@pytest.mark.parametrize(
+    "wrong",
+    [{"device": "tpu"}, {"overflow": "guess"}, {"prune_renormalise": True}, {"saliency": "luck"}, {"device": 5}],
+)
 def test_wrong_values_are_usage_errors(wrong: dict[str, Any], tiny: Maker) -> None:
     with pytest.raises(UsageError):
         mlx_npumoe.attach(tiny("mixtral").model, tiny("mixtral").prepared, **wrong)
@@ -493,7 +496,7 @@ def test_wrong_values_are_usage_errors(wrong: dict[str, Any], tiny: Maker) -> No
 
 def test_load_checks_its_arguments_even_with_nothing_prepared(tiny: Maker) -> None:
     with pytest.raises(UsageError, match="overflow"):
-        mlx_npumoe.load(str(tiny("mixtral").folder), overflow="prune")
+        mlx_npumoe.load(str(tiny("mixtral").folder), overflow="guess")
     with pytest.raises(PreparedError):
         mlx_npumoe.attach(tiny_models.build("mixtral", seed=5), tiny("mixtral").prepared, device="off")
 
@@ -539,6 +542,10 @@ def test_the_contract_of_the_public_face() -> None:
         "spilled",
         "dropped",
         "fallbacks",
+        "unpruned",
+        "gate_mass",
+        "dropped_gate_mass",
+        "dropped_gate_share",
         "device_s",
         "join_wait_s",
     }

@@ -6,14 +6,19 @@ import argparse
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from ..cache import whole_file
 from ..errors import UsageError
+from ..policies import OVERFLOWS, SALIENCIES
 from ..progress import set_quiet
 
 WEIGHTS_HELP = (
-    "Weight format of the programs: int8 (per channel, default) or fp16; lut8, lut6, lut4 (indices into a table a matrix; "
-    "smaller, less exact); int4 (blocks; exact for models stored in 4 bits, needs macOS 15)."
+    "Weight format of the programs: int8 (per channel, default) or fp16; lut8, lut6, lut4 (indices into a table a "
+    "matrix; smaller, less exact); int4 (blocks; exact for models stored in 4 bits, needs macOS 15)."
+)
+TEXT_HELP = (
+    "UTF-8 files to calibrate on, or 'self': text the model writes itself from short seeds. Default: a shipped corpus."
 )
 
 
@@ -59,6 +64,37 @@ def parse(made: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse
     args = made.parse_args(argv)
     set_quiet(args.quiet)
     return args
+
+
+def add_overflow(made: argparse._ActionsContainer) -> None:
+    """The flags of the overflow policy."""
+    made.add_argument(
+        "--overflow",
+        choices=OVERFLOWS,
+        default="spill",
+        help="Pairs beyond an expert's capacity: spill computes them with MLX (exact), prune drops the least salient "
+        "(lossy; the report says how many).",
+    )
+    made.add_argument(
+        "--saliency",
+        choices=SALIENCIES,
+        default=None,
+        help="What prune keeps: tokens of large attention output (attention_norm, default), pairs of large gate weight "
+        "(gate), or of large gate weight times the size of the input (gate_norm).",
+    )
+    made.add_argument(
+        "--prune-renormalise",
+        action="store_true",
+        help="Under prune, scale the gates a token has left to the sum of all it had.",
+    )
+
+
+def overflow_options(args: argparse.Namespace) -> dict[str, Any]:
+    """What those flags mean to `load`. Raises UsageError for flags without an effect."""
+    if args.overflow != "prune" and (args.saliency is not None or args.prune_renormalise):
+        raise UsageError("--saliency and --prune-renormalise have an effect with --overflow prune only.")
+    saliency = args.saliency or SALIENCIES[0]
+    return {"overflow": args.overflow, "saliency": saliency, "prune_renormalise": args.prune_renormalise}
 
 
 def positive(text: str) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..errors import UsageError
 from ..tasks import BUILT_IN, make
-from . import parse, parser, positive
+from . import add_overflow, overflow_options, parse, parser, positive
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,7 +41,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     made.add_argument("--questions", type=positive, default=100, help="A task. Default: 100.")
     made.add_argument("--length", type=positive, default=512, help="Tokens of a ruler prompt. Default: 512.")
     made.add_argument("--task-folder", metavar="FOLDER", help="The harness's YAML files of your own tasks.")
+    add_overflow(made)
     args = parse(made, argv)
+    policies = overflow_options(args)
 
     from ..data import held_out_documents
     from ..generation import load
@@ -52,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         documents, source = read_documents(args.text)
     else:
         documents, source = held_out_documents(), "shipped held-out texts"
-    model, tokenizer = load(args.model, prepared=args.prepared, device=args.device)
+    model, tokenizer = load(args.model, prepared=args.prepared, device=args.device, **policies)
     attached = engine(model)
     if attached is None or attached.device is None:
         raise UsageError(

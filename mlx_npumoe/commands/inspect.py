@@ -67,6 +67,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _seen(taps: dict[str, str | None] | None, name: str) -> str:
+    """Whether something can be observed; `?` where that was not tried."""
+    return "?" if taps is None else "yes" if taps[name] is None else "no"
+
+
 def _families(*, as_json: bool) -> int:
     """Print every file of mlx-lm with expert layers."""
     from importlib.metadata import version
@@ -78,8 +83,15 @@ def _families(*, as_json: bool) -> int:
         print(json.dumps({"mlx_lm": version("mlx-lm"), "families": [asdict(f) for f in found]}, indent=2))
         return 0
     print(f"mlx-lm {version('mlx-lm')}: {len(found)} families with expert layers")
-    print(f"{'family':<20} {'experts':<10} {'activation':<24} second device")
+    print(
+        f"{'family':<20} {'experts':<10} {'activation':<24} {'attention':<10} {'logits':<7} {'gates':<6} second device"
+    )
     for f in found:
         verdict = "yes" if f.reason is None else f"no: {f.reason}"
-        print(f"{f.name:<20} {', '.join(f.forms):<10} {', '.join(f.activations):<24} {verdict}")
+        attention, logits, gates = (_seen(f.taps, n) for n in ("attention_output", "router_logits", "gate_weights"))
+        print(
+            f"{f.name:<20} {', '.join(f.forms):<10} {', '.join(f.activations):<24} {attention:<10} {logits:<7} "
+            f"{gates:<6} {verdict}"
+        )
+    print("attention, logits, gates: what --overflow prune and profiles can observe; --json has the reasons.")
     return 0

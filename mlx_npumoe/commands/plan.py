@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..planning.tiers import TIER_POLICIES
+from ..planning.tiers import TIER_POLICIES, TIERS_HELP
 from ..program import DEFAULT_CHUNK, LOWEST_MACOS, WEIGHT_FORMATS
 from . import WEIGHTS_HELP, add_form, parse, parser, positive, require_parent
 
@@ -18,7 +18,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     made.add_argument("--out", metavar="FILE", default="plan.json", help="Default: plan.json.")
     made.add_argument("--explain", action="store_true", help="Print the plan layer by layer, with reasons.")
     made.add_argument("--chunk", type=positive, default=DEFAULT_CHUNK)
-    made.add_argument("--tiers", choices=TIER_POLICIES, default="quantile")
+    made.add_argument("--tiers", choices=TIER_POLICIES, default="quantile", help=TIERS_HELP)
     made.add_argument("--weights", choices=WEIGHT_FORMATS, default="int8", help=WEIGHTS_HELP)
     add_form(made)
     made.add_argument(

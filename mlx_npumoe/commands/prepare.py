@@ -5,23 +5,22 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from ..planning.tiers import TIER_POLICIES
+from ..planning.tiers import TIER_POLICIES, TIERS_HELP
 from ..program import DEFAULT_CHUNK, DEFAULT_TOKENS, LOWEST_MACOS, WEIGHT_FORMATS
-from . import WEIGHTS_HELP, add_form, parse, parser, positive
+from . import TEXT_HELP, WEIGHTS_HELP, add_form, parse, parser, positive
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command."""
     made = parser("prepare", "Calibrate on text, plan, emit and check the programs of a model's hot experts.")
     made.add_argument("--model", required=True, help="Folder, hub repository or demo:NAME.")
-    made.add_argument(
-        "--text", nargs="+", metavar="FILE", help="UTF-8 files to calibrate on. Default: a shipped corpus."
-    )
+    made.add_argument("--text", nargs="+", metavar="FILE", help=TEXT_HELP)
+    made.add_argument("--seed", type=int, default=0, help="Of the sampling of --text self. Default: 0.")
     made.add_argument("--out", metavar="FOLDER", help="Default: the cache folder of the model's fingerprint.")
     made.add_argument(
         "--chunk", type=positive, default=DEFAULT_CHUNK, help="Tokens a launch, at most (generate's prefill step)."
     )
-    made.add_argument("--tiers", choices=TIER_POLICIES, default="quantile")
+    made.add_argument("--tiers", choices=TIER_POLICIES, default="quantile", help=TIERS_HELP)
     made.add_argument("--weights", choices=WEIGHT_FORMATS, default="int8", help=WEIGHTS_HELP)
     add_form(made)
     made.add_argument("--profile", metavar="FILE", help="A routing profile; the model is then never loaded whole.")
@@ -35,6 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     prepared = prepare(
         args.model,
         text=args.text,
+        seed=args.seed,
         out=args.out,
         chunk=args.chunk,
         tiers=args.tiers,

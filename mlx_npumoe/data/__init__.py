@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from importlib.resources import files
 
 SEPARATOR = "<|doc|>"
@@ -25,6 +26,19 @@ def calibration_documents() -> list[str]:
 def held_out_documents() -> list[str]:
     """English texts no calibration sees: the demo document and the end of the corpus."""
     return [read_text("demo_document.txt").strip(), *_corpus()[-HELD_OUT:]]
+
+
+def own_seeds() -> list[str]:
+    """Beginnings of the text a model writes itself."""
+    return read_text("seeds.txt").splitlines()
+
+
+def family_taps() -> dict[str, dict[str, str | None]]:
+    """By family: `attention_output`, `router_logits`, `gate_weights`, each None or the reason why it is not seen.
+
+    As tried with the mlx-lm this package was tested with.
+    """
+    return json.loads(read_text("taps.json"))["families"]
 
 
 def demo_prompt() -> str:

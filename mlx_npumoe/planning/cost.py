@@ -56,8 +56,8 @@ WEIGHT_BITS: dict[WeightFormat, int] = {"fp16": 16, "int8": 8, "lut8": 8, "lut6"
 def expert_bytes(hidden: int, width: int, weights: WeightFormat, matrices: int = 3) -> int:
     """Bytes of one expert's two or three matrices in a program, scales and tables included.
 
-    int8 has an fp16 scale an output row, a palette an fp16 table a matrix. int4 has a scale of 2 and an offset of at most
-    4 bytes a block: these are the most it takes, a model stored in larger groups takes less.
+    int8 has an fp16 scale an output row, a palette an fp16 table a matrix. int4 has a scale of 2 and an offset of at
+    most 4 bytes a block: these are the most it takes, a model stored in larger groups takes less.
     """
     shapes = [(width, hidden)] * (matrices - 1) + [(hidden, width)]  # (out, in)
     bits = WEIGHT_BITS[weights]

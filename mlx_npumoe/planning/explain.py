@@ -25,9 +25,8 @@ def explain(plan: Plan) -> str:
     head = [
         f"Plan for {plan.model_type}, chunk {plan.chunk} tokens: tiers {plan.tiers} "
         f"(quantile {plan.quantile:g}), weights {plan.weights}, layout {plan.layout}, body {plan.body}.",
-        f"Programs of this weight format need macOS {LOWEST_MACOS[plan.weights]} or later.",
-        f"Programs of this weight format need macOS {LOWEST_MACOS[plan.weights]} or later.",
         f"Times are predicted from device profile {plan.device_name} ({plan.device_kind} figures).",
+        f"Programs of this weight format need macOS {LOWEST_MACOS[plan.weights]} or later.",
         "",
     ]
     return "\n".join([*head, *table, *_reasons(plan)])

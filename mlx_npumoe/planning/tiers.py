@@ -14,7 +14,12 @@ import numpy as np
 from ..errors import PreparedError, UsageError
 
 GRAIN = 32  # capacities are multiples of it: 64 bytes of fp16 on the last axis
-TIER_POLICIES = ("quantile", "uniform")
+TIER_POLICIES = ("quantile", "uniform", "uniform_paper", "quartile4x", "quartile4x_paper")
+TIERS_HELP = (
+    "How capacities are chosen: quantile (default), at most three levels of least cost; uniform, one level for the "
+    "busiest expert; quartile4x, four times the mean load for the busiest quarter of experts and the mean load for the "
+    "rest. With _paper the mean load is taken as chunk / experts, without top-k, as in the NPUMoE paper."
+)
 
 
 @dataclass(frozen=True)
@@ -26,7 +31,12 @@ class TierPolicy:
     `pad_cost * pad rows + spill_cost * spilled rows`, and each expert gets the smallest level that covers
     its need (the paper's tau). `uniform`: one level, the mean load `k*B/E` times `r`, the largest need over
     the mean load (the paper's imbalance ratio with the quantile in place of the count), rounded up to the
-    grain; the mean cancels, so the level is the largest need among the hot experts.
+    grain; the mean cancels, so the level is the largest need among the hot experts. `quartile4x` (papers 7.1): the
+    busiest quarter of a site's experts, by mean load and then by number, gets four times the base, the rest the base,
+    both rounded up to the grain. The base is the mean load `k*B/E`.
+
+    `uniform_paper` and `quartile4x_paper` take the paper's base `B/E` instead. It leaves top-k out, so with k over 1
+    most of the load spills, or is dropped under overflow policy `prune`.
 
     The default costs make the quantile itself the best capacity of a lone expert (newsvendor:
     `spill / (pad + spill) = 0.9`).
@@ -38,6 +48,11 @@ class TierPolicy:
     grain: int = GRAIN
     pad_cost: float = 1.0
     spill_cost: float = 9.0
+
+    @property
+    def papers_base(self) -> bool:
+        """Whether the base is `B/E`, not the mean load."""
+        return self.name.endswith("_paper")
 
     def __post_init__(self) -> None:
         if self.name not in TIER_POLICIES:
@@ -102,6 +117,12 @@ class TierChooser:
         needs = np.ceil(typical / policy.grain).astype(np.int64) * policy.grain
         needs = np.clip(needs, policy.grain, round_up(chunk, policy.grain))
         self.needs = np.where(loads.any(axis=0), needs, 0)
+        self._chunk = chunk
+        self._mean = loads.mean()  # k*B/E
+        self._base = chunk / loads.shape[1] if policy.papers_base else self._mean
+        self._typical = typical
+        busiest = np.argsort(-loads.mean(axis=0), kind="stable")[: max(1, loads.shape[1] // 4)]
+        self._busiest = np.isin(np.arange(loads.shape[1]), busiest)  # (E,) the top quarter
         self._levels = np.unique(self.needs[self.needs > 0])  # (L,) ascending
         self._costs = np.empty((loads.shape[1], len(self._levels)))  # (E, L)
         for j, level in enumerate(self._levels):
@@ -114,11 +135,21 @@ class TierChooser:
         chosen = np.zeros_like(self.needs)
         asked = np.asarray(experts, dtype=np.int64)
         hot = asked[self.needs[asked] > 0]
-        if len(hot):
+        if len(hot) and self._policy.name.startswith("quartile4x"):
+            chosen[hot] = np.where(self._busiest[hot], self._rows(4 * self._base), self._rows(self._base))
+        elif len(hot) and self._policy.name == "uniform_paper":
+            chosen[hot] = self._rows(self._base * self._typical[hot].max() / self._mean)
+        elif len(hot):
             needs = self.needs[hot]
             levels = self._best_levels(hot, needs)
             chosen[hot] = levels[np.searchsorted(levels, needs)]
         return chosen
+
+    def _rows(self, load: float) -> int:
+        """A capacity for a load: a multiple of the grain, at least one, that holds no more than a chunk."""
+        grain = self._policy.grain
+        whole = int(np.ceil(round(load, 6)))  # 32.000000000000004 rows are 32
+        return min(max(round_up(whole, grain), grain), round_up(self._chunk, grain))
 
     def _best_levels(self, experts: np.ndarray, needs: np.ndarray) -> np.ndarray:
         """The cheapest levels, ascending, by exact dynamic programming over the distinct needs.
