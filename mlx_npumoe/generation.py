@@ -81,11 +81,13 @@ def _find(model: nn.Module, name: str, device: str) -> Prepared | None:
         return None
     sites = find_sites(model)
     if not sites:
-        return _plain(model, f"{name} has no experts that can move to a second device; running plain MLX.")
+        _plain(model, f"{name} has no experts that can move to a second device; running plain MLX.")
+        return None
     try:
         found = Prepared.find(model, sites)
     except PreparedError as e:
-        return _plain(model, f"running plain MLX. {e}")
+        _plain(model, f"running plain MLX. {e}")
+        return None
     if found is None:
         _plain(model, f"running plain MLX; `mlx_npumoe.prepare --model {name}` would move its hot experts.")
     return found

@@ -94,11 +94,13 @@ def stock_parser() -> argparse.ArgumentParser:
     raise AssertionError("mlx_lm.server parses nothing")
 
 
-class Models(_stock.ModelProvider):
+class Models(_stock.ModelProvider):  # type: ignore[name-defined]
     """The model at hand, by request, with an engine or with the reason why it has none. Used by one thread.
 
     Only `reports` may be called by others.
     """
+
+    model: Any
 
     def __init__(self, args: argparse.Namespace, load: Load) -> None:
         super().__init__(args)
@@ -160,7 +162,7 @@ def _report(model: Any) -> Report:
     return report(model, getattr(model, "_npumoe_name", "model"))
 
 
-class Generation(_stock.ResponseGenerator):
+class Generation(_stock.ResponseGenerator):  # type: ignore[name-defined]
     """mlx-lm's generation thread, which also ends generations nobody waits for and closes what it opened.
 
     Args:
@@ -253,9 +255,10 @@ class _ForClient:
             raise ConnectionAbortedError("the client has gone")
 
 
-class Handler(_stock.APIHandler):
+class Handler(_stock.APIHandler):  # type: ignore[name-defined]
     """mlx-lm's handler with the report's path, errors as JSON at any point, and clients that may leave."""
 
+    response_generator: Any
     _sent = False
 
     def do_GET(self) -> None:

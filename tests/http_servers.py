@@ -6,7 +6,6 @@ import argparse
 import http.client
 import importlib
 import json
-import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -137,6 +136,3 @@ def until(what: Callable[[], bool], seconds: float = 20.0) -> bool:
             return False
         time.sleep(0.02)
     return True
-
-
-logging.getLogger("root").setLevel(logging.WARNING)

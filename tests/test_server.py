@@ -17,14 +17,14 @@ import pytest
 
 import http_servers
 from http_servers import Client, until
-from mlx_npumoe import serving
+from mlx_npumoe import phase, serving
 from mlx_npumoe.__main__ import run
 from prepared_models import Made, Maker
 
 SENTENCE = "Sphinx of black quartz, judge my vow. "
 PROMPTS = [SENTENCE * 3, "How vexingly quick daft zebras jump. " * 5, SENTENCE * 2 + "Go.", "Waltz, bad nymph! " * 7]
 MESSAGES = [{"role": "system", "content": "Be brief. " * 5}, {"role": "user", "content": SENTENCE * 2}]
-FOREVER = 10**6
+FOREVER = {"max_tokens": 10**6, "logit_bias": {"1": -1000}}  # no end of sequence
 
 
 @pytest.fixture(scope="module")
@@ -87,6 +87,16 @@ def test_several_clients_at_once_get_their_own_answers(made: Made, wanted: dict[
         assert launches(client) >= 2
 
 
+def test_steps_of_a_batch_run_in_the_phase_of_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks that flatten a batch of single tokens cannot tell it from a prompt; prompts set a phase of their own."""
+    for name in ("next", "next_generated"):
+        monkeypatch.setattr(serving.BatchGenerator.__base__, name, lambda _: phase.current())
+    batch = object.__new__(serving.BatchGenerator)
+    batch._old_wired_limit = None  # read where it is dropped
+    assert batch.next() == batch.next_generated() == phase.Phase(generating=True, decoding=True)
+    assert phase.current() == phase.Phase()
+
+
 def test_padding_of_a_batch_takes_no_rows(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     """Four prompts in one batch: the device and MLX get as many rows as the prompts have tokens, no more."""
     arrived: list[Any] = []
@@ -143,13 +153,13 @@ def test_a_client_that_leaves_ends_its_generation(
 
     with http_servers.ours("--model", str(made.folder), "--prepared", str(made.prepared.folder)) as client:
         if stream:
-            lines = client.stream("/v1/completions", prompt=PROMPTS[0], max_tokens=FOREVER)
+            lines = client.stream("/v1/completions", prompt=PROMPTS[0], **FOREVER)
             assert [line for line in (next(lines) for _ in range(6)) if line.startswith("data: ")]
             assert busy() == 1
             lines.close()  # type: ignore[attr-defined]
         else:
             connection = client.connect()
-            connection.request("POST", "/v1/completions", json.dumps({"prompt": PROMPTS[0], "max_tokens": FOREVER}))
+            connection.request("POST", "/v1/completions", json.dumps({"prompt": PROMPTS[0], **FOREVER}))
             assert until(lambda: busy() == 1)
             connection.close()
         assert until(lambda: busy() == 0)
@@ -161,11 +171,11 @@ def test_a_client_that_leaves_during_its_prompt_ends_the_prompt(made: Made) -> N
     chunks = 120
     argv = ("--model", str(made.folder), "--prepared", str(made.prepared.folder), "--prefill-step-size", "32")
     with http_servers.ours(*argv) as client:
-        lines = client.stream("/v1/completions", prompt="x" * 32 * chunks, max_tokens=FOREVER, seed=1)
+        lines = client.stream("/v1/completions", prompt="x" * 32 * chunks, seed=1, **FOREVER)
         assert any(line.startswith(": keepalive") for line in lines)
         lines.close()  # type: ignore[attr-defined]
         client.text("short", 1)  # waits its turn
-        assert 0 < launches(client) < 2 * chunks and client.leased() == 0
+        assert 0 < launches(client) < chunks and client.leased() == 0
 
 
 def test_models_change_by_request(made: Made, tiny: Maker, wanted: dict[str, Any]) -> None:
@@ -218,7 +228,7 @@ def test_without_a_model_each_request_names_one(made: Made) -> None:
 
 def test_stopping_answers_those_who_wait(made: Made) -> None:
     with http_servers.ours("--model", str(made.folder)) as client, ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(client.post, "/v1/completions", prompt="x", max_tokens=FOREVER)
+        waiting = pool.submit(client.post, "/v1/completions", prompt="x", **FOREVER)
         one_by_one = pool.submit(client.post, "/v1/completions", prompt="x", max_tokens=1)
         assert client.server is not None and until(lambda: client.server.models.model is not None)
         assert until(lambda: client.server._http.answering._count == 1)

@@ -89,8 +89,8 @@ class _Session:
         self.turns.append({"text": text, **{n: getattr(last, n) for n in NUMBERS}})
 
 
-def _until_end_of_input(stock: type) -> type:
-    class Screen(stock):  # type: ignore[misc, valid-type]
+def _until_end_of_input(stock: Any) -> type:
+    class Screen(stock):
         """mlx-lm's screen, where the end of the input means `q`."""
 
         def prompt(self) -> str:
