@@ -63,7 +63,9 @@ def test_near_duplicates_go_and_what_trains_is_far_from_what_is_held_out():
     shared = words(0, 40)
     near = shared.replace("word20", "changed")  # 8 of 33 n-grams differ
     documents = [
-        Document("git", kept[0], f"{shared}\n\n{words(100, 60)}\n"),  # stands first, and yet the held-out one has the block
+        Document(
+            "git", kept[0], f"{shared}\n\n{words(100, 60)}\n"
+        ),  # stands first, and yet the held-out one has the block
         Document("git", held, f"{shared}\n\n{words(200, 40)}\n"),
         Document("git", kept[1], f"{near}\n\n{words(300, 60)}\n\n{words(300, 60)}\n"),  # repeats itself
         Document("git", kept[2], f"{words(100, 60)}\n\nshort\n"),
@@ -95,7 +97,9 @@ def test_size_of_a_kind_is_bounded():
 def test_corpus_files_read_back(tmp_path):
     documents = [Document(kind, f"{kind}{i}", f"text «{i}»\n") for kind in (*KINDS, *COMPANIONS) for i in range(120)]
     facts = corpus.write(documents, tmp_path)
-    back = [d for kind in (*KINDS, *COMPANIONS) for part in ("train", "heldout") for d in corpus.read(tmp_path, kind, part)]
+    back = [
+        d for kind in (*KINDS, *COMPANIONS) for part in ("train", "heldout") for d in corpus.read(tmp_path, kind, part)
+    ]
     assert sorted(back, key=lambda d: (d.kind, d.name)) == sorted(documents, key=lambda d: (d.kind, d.name))
     assert sum(int(f["bytes"]) for f in facts.values()) == sum(len(d.text.encode()) for d in documents)
 
@@ -122,7 +126,7 @@ def test_gcide_entries_follow_the_index(tmp_path):
 
     folder = tmp_path / "usr/share/dictd"
     folder.mkdir(parents=True)
-    entries = ["00-database-info\n", "Abba \\Ab\"ba\\\n   Father.\n", "Abbey\n   A house.\n", "Zoo\n   Animals.\n"]
+    entries = ["00-database-info\n", 'Abba \\Ab"ba\\\n   Father.\n', "Abbey\n   A house.\n", "Zoo\n   Animals.\n"]
     digits = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/"
     lines, start = [], 0
     for entry in entries:
@@ -141,7 +145,9 @@ def test_gcide_entries_follow_the_index(tmp_path):
 
 @pytest.fixture(scope="module")
 def learnt():
-    return tokenizer.learn([f"The kernel reads page {i} of the file.\n    indented {words(i, 9)}\n" for i in range(200)], 400)
+    return tokenizer.learn(
+        [f"The kernel reads page {i} of the file.\n    indented {words(i, 9)}\n" for i in range(200)], 400
+    )
 
 
 def test_tokenizer_returns_every_text(learnt, tmp_path):
@@ -194,7 +200,9 @@ def test_windows_cover_each_token_once():
     assert [t for w in found for t in w.tokens[1]] == [*range(1, 11), 7, 8]
     assert sum(w.bytes for w in found) == pytest.approx(40)
     cut = scoring.windows(documents, 4, most=6)
-    assert [t for w in cut for t in w.tokens[1]] == [1, 2, 3, 4, 5, 6] and sum(w.bytes for w in cut) == pytest.approx(21)
+    assert [t for w in cut for t in w.tokens[1]] == [1, 2, 3, 4, 5, 6] and sum(w.bytes for w in cut) == pytest.approx(
+        21
+    )
     assert scoring.bits_per_byte(10 * math.log(2), 5) == pytest.approx(2)
 
 

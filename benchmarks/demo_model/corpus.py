@@ -1,6 +1,6 @@
 """The corpus of the demo model: Debian documentation packages, cleaned, near-duplicates removed, split by document.
 
-Run: python -m mlx_npumoe.benchmarks.demo_model.corpus --work FOLDER. Needs a Debian or Ubuntu machine (`apt-get download`,
+Run: python -m mlx_npumoe.benchmarks.demo_model.corpus --work FOLDER. Needs a Debian machine (`apt-get download`,
 `dpkg-deb`; no root), network, 2 GB of disk and 3 GB of memory. Writes FOLDER/corpus/KIND.train.jsonl and
 KIND.heldout.jsonl (a document a line: name, text) and corpus.json (packages, versions, licences, sizes, hashes).
 """
@@ -75,7 +75,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     found = list(documents(args.work / "tree"))
     kept = list(without_near_duplicates(found))
     facts = {
-        "packages": {s.package: {"version": versions[s.package], "kind": s.kind, "licence": s.licence} for s in SOURCES},
+        "packages": {
+            s.package: {"version": versions[s.package], "kind": s.kind, "licence": s.licence} for s in SOURCES
+        },
         "files": write(kept, args.work / "corpus"),
     }
     (args.work / "corpus" / "corpus.json").write_text(json.dumps(facts, indent=2) + "\n")
@@ -83,8 +85,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for kind, size in before.items():
         train, held = facts["files"][f"{kind}.train"], facts["files"][f"{kind}.heldout"]
         print(
-            f"{kind:11s} {size / 1e6:6.1f} MB found, {train['bytes'] / 1e6:6.2f} MB in {train['documents']} documents kept, "
-            f"{held['bytes'] / 1e3:7.0f} kB in {held['documents']} held out"
+            f"{kind:11s} {size / 1e6:6.1f} MB found, {train['bytes'] / 1e6:6.2f} MB in {train['documents']} documents "
+            f"kept, {held['bytes'] / 1e3:7.0f} kB in {held['documents']} held out"
         )
     return 0
 

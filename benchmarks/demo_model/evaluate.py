@@ -84,7 +84,9 @@ def interval(lost: Sequence[float], sizes: Sequence[float]) -> tuple[float, floa
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command."""
-    parser = argparse.ArgumentParser(prog="mlx_npumoe.benchmarks.demo_model.evaluate", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="mlx_npumoe.benchmarks.demo_model.evaluate", description=__doc__.split("\n")[0]
+    )
     parser.add_argument("--work", type=Path, required=True, metavar="FOLDER", help="Where the corpus and the runs are.")
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--model", type=Path, metavar="OUT", help="An exported folder, through mlx-lm.")
@@ -114,9 +116,17 @@ def main(argv: Sequence[str] | None = None) -> int:
                 break
         low, high = interval(lost, sizes)
         figure = bits_per_byte(sum(lost), sum(sizes))
-        found[kind] = {"bits_per_byte": figure, "low": low, "high": high, "documents": len(lost), "bytes": round(sum(sizes))}
+        found[kind] = {
+            "bits_per_byte": figure,
+            "low": low,
+            "high": high,
+            "documents": len(lost),
+            "bytes": round(sum(sizes)),
+        }
         if not args.json:
-            print(f"{kind:11s} {figure:.3f} ({low:.3f} to {high:.3f}, {len(lost)} documents, {sum(sizes) / 1e3:.0f} kB)")
+            print(
+                f"{kind:11s} {figure:.3f} ({low:.3f} to {high:.3f}, {len(lost)} documents, {sum(sizes) / 1e3:.0f} kB)"
+            )
     mean = sum(f["bits_per_byte"] for f in found.values()) / len(found)
     if args.json:
         print(json.dumps({"window": args.window, "mean": mean, "kinds": found}, indent=2))

@@ -1,7 +1,7 @@
 """The demo model in torch: a Qwen3 Mixture-of-Experts written for speed on a CPU. Knows no optimiser and no data.
 
-Each (token, expert) pair is computed once: pairs are sorted by expert, an expert's rows are a view, and the gradients of
-experts and of the vocabulary are written out by hand so that nothing of the size of all pairs is kept twice.
+Each (token, expert) pair is computed once: pairs are sorted by expert, an expert's rows are a view, and the gradients
+of experts and of the vocabulary are written out by hand so that nothing of the size of all pairs is kept twice.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Muon for the matrices inside the layers, Adam for the rest. Knows the names of `model.Model`'s parameters, no data.
 
-Muon (Jordan et al. 2024): the momentum of a matrix is made nearly orthogonal by Newton-Schulz steps before it is applied.
+Muon (Jordan et al. 2024): the momentum of a matrix is made nearly orthogonal by Newton-Schulz steps before
+it is applied.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ MIXTURE = {
 
 
 class Sampler:
-    """Sequences of any length, without repeats within a pass over a kind. Its state is `taken`: {"kind/length": count}."""
+    """Sequences of any length, without repeats within a pass over a kind. Its state is `taken`, by kind/length."""
 
     def __init__(self, folder: Path, seed: int, mixture: dict[str, float] = MIXTURE) -> None:
         self.tokens = {kind: np.load(folder / f"{kind}.npy") for kind in mixture}
@@ -31,7 +31,7 @@ class Sampler:
         self.taken: dict[str, int] = {}
 
     def batch(self, sequences: int, length: int) -> np.ndarray:
-        """int64 (sequences, length + 1): inputs and, one later, targets. Kinds follow the mixture as closely as they can."""
+        """int64 (sequences, length + 1): inputs and, one later, targets; of the kinds by their shares."""
         counts = np.array([self.taken.get(f"{kind}/{length}", 0) for kind in self.kinds], dtype=float)
         rows = []
         for _ in range(sequences):

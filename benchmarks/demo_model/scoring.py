@@ -1,7 +1,7 @@
 """Bits per byte: which windows a text is cut into and how losses become the figure. Knows no framework and no model.
 
-Windows do not overlap. Each document begins after an end-of-text token, so its first token counts too, and bits are divided
-by the document's UTF-8 bytes: no tokenizer flatters the figure.
+Windows do not overlap. Each document begins after an end-of-text token, so its first token counts too, and bits are
+divided by the document's UTF-8 bytes: no tokenizer flatters the figure.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ END_ID = 0
 
 @dataclass(frozen=True)
 class Window:
-    """`tokens`: inputs and targets, two lists of the same length. `bytes`: the share of the document that it stands for."""
+    """`tokens`: inputs and targets, two lists of the same length. `bytes`: the share of the document that is meant."""
 
     tokens: tuple[list[int], list[int]]
     bytes: float

@@ -1,4 +1,4 @@
-"""Documents out of unpacked Debian packages, by kind. Knows where each package keeps its text, cleans, selects nothing."""
+"""Documents out of unpacked Debian packages, by kind. Knows where each package keeps its text; selects nothing."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _read(path: Path) -> str:
 
 
 def files(pattern: str, clean: Callable[[str], str], skip: str = r"$^") -> Callable[[Path], Iterator[tuple[str, str]]]:
-    """A reader of every file that a glob finds, named by its path below the glob's fixed part; none that match `skip`."""
+    """A reader of every file that a glob finds, each named by its path below the glob's fixed part; not `skip`."""
     folder = re.match(r"([^*]*)/", pattern)
     assert folder is not None
 
@@ -155,7 +155,9 @@ SOURCES = (
         )
     ),
     # Trained on with the handbook, whose subject they share; no figure of theirs counts.
-    Source("debian", "debian-reference-en", "GPL-2+", files("usr/share/debian-reference/*.en.html", html_text, NOT_TEXT)),
+    Source(
+        "debian", "debian-reference-en", "GPL-2+", files("usr/share/debian-reference/*.en.html", html_text, NOT_TEXT)
+    ),
     Source("debian", "maint-guide", "GPL-2+", files("usr/share/doc/maint-guide/html/*.en.html", html_text, NOT_TEXT)),
     Source(
         "debian", "developers-reference", "GPL-2+", files("usr/share/developers-reference/*.html", html_text, NOT_TEXT)

@@ -1,7 +1,7 @@
 """The demo model's tokenizer: byte-level BPE of 4096 tokens, as the files that Hugging Face and mlx-lm read.
 
-Run: python -m mlx_npumoe.benchmarks.demo_model.tokenizer --work FOLDER, after `corpus`. Writes FOLDER/tokenizer/ and the
-corpus as tokens, FOLDER/tokens/KIND.npy (uint16, an end-of-text token before each document).
+Run: python -m mlx_npumoe.benchmarks.demo_model.tokenizer --work FOLDER, after `corpus`. Writes FOLDER/tokenizer/ and
+the corpus as tokens, FOLDER/tokens/KIND.npy (uint16, an end-of-text token before each document).
 """
 
 from __future__ import annotations
@@ -66,7 +66,9 @@ def save(tokenizer: Tokenizer, folder: Path, longest: int) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command."""
-    parser = argparse.ArgumentParser(prog="mlx_npumoe.benchmarks.demo_model.tokenizer", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="mlx_npumoe.benchmarks.demo_model.tokenizer", description=__doc__.split("\n")[0]
+    )
     parser.add_argument("--work", type=Path, required=True, metavar="FOLDER", help="Where `corpus` wrote.")
     args = parser.parse_args(argv)
     from .shape import LONGEST

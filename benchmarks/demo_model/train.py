@@ -1,9 +1,10 @@
 """Trains the demo model on the CPU within a time budget.
 
-Run: python -m mlx_npumoe.benchmarks.demo_model.train --work FOLDER --minutes 90, after `tokenizer`. Started again with the
-same --run it goes on from the last checkpoint. Writes FOLDER/RUN/checkpoint.safetensors (weights and optimiser, every few
-minutes), model.safetensors (weights at the end) and log.jsonl. Learning rate, batch and sequence length follow the share of the
-budget that is used, so a run always ends annealed; the order of the data follows the seed.
+Run: python -m mlx_npumoe.benchmarks.demo_model.train --work FOLDER --minutes 90, after `tokenizer`. Started again
+with the same --run it goes on from the last checkpoint. Writes FOLDER/RUN/checkpoint.safetensors (weights and
+optimiser, every few minutes), model.safetensors (weights at the end) and log.jsonl. Learning rate, batch and sequence
+length follow the share of the budget that is used, so a run always ends annealed; the order of the data follows
+the seed.
 
 Work is shared by threads that each take the next part of a batch: on a busy machine no operation waits for a slow core.
 """
@@ -37,7 +38,7 @@ from .shape import CONFIG
 from .sources import KINDS
 
 BALANCE, Z_LOSS, CLIP = 0.003, 1e-4, 1.0
-PART = 2048  # tokens that one thread takes at a time
+PART = 1024  # tokens that one thread takes at a time
 MUON = Rates(matrices=1.2e-3, table=4e-3, router=2e-3, norms=2e-3, decay=0.3)
 ADAM = Rates(matrices=3e-3, table=3e-3, router=3e-3, norms=3e-3, decay=0.1)
 # (share of the budget used, tokens of a sequence, tokens of a batch)
@@ -119,7 +120,9 @@ class Trainer:
         found = {}
         for kind, documents in texts.items():
             chosen = windows(documents, length, most)
-            jobs = [lambda w=w: -self.model.log_likelihoods(*torch.tensor(w.tokens)[:, None]).sum().item() for w in chosen]
+            jobs = [
+                lambda w=w: -self.model.log_likelihoods(*torch.tensor(w.tokens)[:, None]).sum().item() for w in chosen
+            ]
             found[kind] = bits_per_byte(sum(self.run(jobs)), sum(w.bytes for w in chosen))
         return found
 
@@ -165,7 +168,9 @@ def setup_parser() -> argparse.ArgumentParser:
     """Flags of the command."""
     parser = argparse.ArgumentParser(prog="mlx_npumoe.benchmarks.demo_model.train", description=__doc__.split("\n")[0])
     parser.add_argument("--work", type=Path, required=True, metavar="FOLDER", help="Where `tokenizer` wrote.")
-    parser.add_argument("--run", default="run", metavar="NAME", help="Subfolder of this run; an existing one is resumed.")
+    parser.add_argument(
+        "--run", default="run", metavar="NAME", help="Subfolder of this run; an existing one is resumed."
+    )
     budget = parser.add_mutually_exclusive_group(required=True)
     budget.add_argument("--minutes", type=float, help="Time budget, over all resumed parts.")
     budget.add_argument("--tokens", type=float, metavar="MILLIONS", help="Token budget instead, for comparisons.")
@@ -206,7 +211,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             log.flush()
             print(json.dumps(line), flush=True)
 
-        note(event="start", parameters=sum(p.numel() for p in model.parameters()), rates=vars(rates), torch=torch.__version__)
+        note(
+            event="start",
+            parameters=sum(p.numel() for p in model.parameters()),
+            rates=vars(rates),
+            torch=torch.__version__,
+        )
         train(args, trainer, sampler, state, texts, note, stages, factor, checkpoint)
         weights = {name: p.detach() for name, p in model.named_parameters()}
         save_file(weights, str(folder / "model.safetensors"), metadata={"place": json.dumps({"state": vars(state)})})
