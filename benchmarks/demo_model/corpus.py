@@ -74,16 +74,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     found = list(documents(args.work / "tree"))
     kept = list(without_near_duplicates(found))
-    facts = {
-        "packages": {
-            s.package: {"version": versions[s.package], "kind": s.kind, "licence": s.licence} for s in SOURCES
-        },
-        "files": write(kept, args.work / "corpus"),
-    }
+    files = write(kept, args.work / "corpus")
+    packages = {s.package: {"version": versions[s.package], "kind": s.kind, "licence": s.licence} for s in SOURCES}
+    facts = {"packages": packages, "files": files}
     (args.work / "corpus" / "corpus.json").write_text(json.dumps(facts, indent=2) + "\n")
     before = {k: sum(len(d.text.encode()) for d in found if d.kind == k) for k in (*KINDS, *COMPANIONS)}
     for kind, size in before.items():
-        train, held = facts["files"][f"{kind}.train"], facts["files"][f"{kind}.heldout"]
+        train, held = files[f"{kind}.train"], files[f"{kind}.heldout"]
         print(
             f"{kind:11s} {size / 1e6:6.1f} MB found, {train['bytes'] / 1e6:6.2f} MB in {train['documents']} documents "
             f"kept, {held['bytes'] / 1e3:7.0f} kB in {held['documents']} held out"

@@ -90,11 +90,11 @@ def gcide_entries(tree: Path) -> Iterator[tuple[str, str]]:
             spans.add((_number(offset), _number(length)))
     entries: dict[str, list[str]] = {}
     end = 0
-    for start, length in sorted(spans):
-        if start < end:  # an entry inside the one before
+    for first, length in sorted(spans):
+        if first < end:  # an entry inside the one before
             continue
-        end = start + length
-        entry = tidy(book[start:end].decode("utf-8", "replace"))
+        end = first + length
+        entry = tidy(book[first:end].decode("utf-8", "replace"))
         letters = re.sub(r"[^a-z]", "", entry.split("\n", 1)[0].lower())[:3]
         entries.setdefault(letters or "other", []).append(entry)
     for letters, found in sorted(entries.items()):

@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from .corpus import read
 from .model import Model
 from .optimiser import Optimiser, Rates
 from .sampling import Sampler
-from .scoring import bits_per_byte, windows
+from .scoring import Window, bits_per_byte, windows
 from .shape import CONFIG
 from .sources import KINDS
 
@@ -102,7 +103,7 @@ class Trainer:
                 torch._foreach_add_(mine, list(grads))
             return entropy.item() * share, balance.item() * share, loads * share
 
-        done = self.run([lambda part=part: work(part) for part in parts])
+        done = self.run([partial(work, part) for part in parts])
         first, *others = sums.values()
         for other in others:
             torch._foreach_add_(first, other)
@@ -120,17 +121,19 @@ class Trainer:
         found = {}
         for kind, documents in texts.items():
             chosen = windows(documents, length, most)
-            jobs = [
-                lambda w=w: -self.model.log_likelihoods(*torch.tensor(w.tokens)[:, None]).sum().item() for w in chosen
-            ]
-            found[kind] = bits_per_byte(sum(self.run(jobs)), sum(w.bytes for w in chosen))
+
+            def lost(window: Window) -> float:
+                return -self.model.log_likelihoods(*torch.tensor(window.tokens)[:, None]).sum().item()
+
+            nats = sum(self.run([partial(lost, window) for window in chosen]))
+            found[kind] = bits_per_byte(nats, sum(w.bytes for w in chosen))
         return found
 
 
 def save(path: Path, trainer: Trainer, state: State, sampler: Sampler) -> None:
     """Weights, optimiser and place of a run in one file, written beside and renamed."""
     optimiser = trainer.optimiser
-    tensors = {}
+    tensors: dict[str, Tensor] = {}
     for name, parameter, one, two in zip(
         optimiser.names, optimiser.parameters, optimiser.first, optimiser.second, strict=True
     ):
