@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from .selection import Document, held_out, within_size, without_near_duplicates
 from .sources import COMPANIONS, KINDS, RENDERER, SOURCES, documents
@@ -37,10 +38,10 @@ def fetch(work: Path) -> dict[str, str]:
     return versions
 
 
-def write(documents: Sequence[Document], folder: Path) -> dict[str, dict[str, int | str]]:
+def write(documents: Sequence[Document], folder: Path) -> dict[str, dict[str, Any]]:
     """Files of each kind, and their sizes and hashes."""
     folder.mkdir(parents=True, exist_ok=True)
-    facts: dict[str, dict[str, int | str]] = {}
+    facts: dict[str, dict[str, Any]] = {}
     for kind in (*KINDS, *COMPANIONS):
         for part in ("train", "heldout"):
             chosen = [d for d in documents if d.kind == kind and held_out(d) == (part == "heldout")]

@@ -90,10 +90,10 @@ def gcide_entries(tree: Path) -> Iterator[tuple[str, str]]:
             spans.add((_number(offset), _number(length)))
     entries: dict[str, list[str]] = {}
     end = 0
-    for first, length in sorted(spans):
+    for first, size in sorted(spans):
         if first < end:  # an entry inside the one before
             continue
-        end = first + length
+        end = first + size
         entry = tidy(book[first:end].decode("utf-8", "replace"))
         letters = re.sub(r"[^a-z]", "", entry.split("\n", 1)[0].lower())[:3]
         entries.setdefault(letters or "other", []).append(entry)
