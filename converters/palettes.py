@@ -76,10 +76,12 @@ def _means(sums: np.ndarray, starts: np.ndarray) -> np.ndarray:
 def _bins(values: np.ndarray, weights: np.ndarray) -> np.ndarray:
     """Borders of at most POINTS bins, as fine as levels should lie: by the cube root of the density (Panter and Dite).
 
-    Every level of a good table then takes about as many bins as any other. A quarter of the bins goes evenly over the
-    values, so that a gap before a few outliers cannot take them all.
+    Every level of a good table then takes about as many bins as any other. No value counts for more than four bins, so
+    that the gap before an outlier takes none from the rest; a quarter of the bins goes evenly over the values.
     """
     root = np.cbrt(weights) * np.gradient(values) ** (2 / 3)
+    for _ in range(8):
+        root = np.minimum(root, 4 * root.sum() / POINTS)
     share = (np.cumsum(root) - root / 2) / root.sum()
     place = 0.75 * share + 0.25 * np.arange(values.size) / values.size
     return np.append(np.flatnonzero(np.diff(np.floor(place * POINTS), prepend=-1)), values.size)

@@ -53,7 +53,7 @@ from mlx_npumoe.machine import device_profile
 from mlx_npumoe.planning import DeviceLimits, DeviceProfile, Form, Plan
 from mlx_npumoe.planning.groups import regrouped
 from mlx_npumoe.prepared import MANIFEST, PLAN, PROFILE, Prepared
-from mlx_npumoe.program import BODIES, LAYOUTS, ExpertMatrices, Group, ProgramSpec
+from mlx_npumoe.program import BODIES, LAYOUTS, WEIGHT_FORMATS, ExpertMatrices, Group, ProgramSpec
 from mlx_npumoe.routing import SlotTable, assign, combine, pack
 from prepared_models import Maker, prepare_all_hot
 from replay import per_token_error, run
@@ -226,7 +226,7 @@ def several(path: Path, experts: Callable[[int], ExpertMatrices] = random_expert
     return package.write_package(build_functions(functions_of(**options), experts), path, release=True)
 
 
-@pytest.mark.parametrize("weights", ["fp16", "int8"])
+@pytest.mark.parametrize("weights", WEIGHT_FORMATS)
 @pytest.mark.parametrize("body", BODIES)
 def test_functions_share_their_weights_and_compute_what_single_programs_do(
     body: str, weights: str, tmp_path: Path, device: InterpreterDevice
@@ -245,9 +245,13 @@ def test_functions_share_their_weights_and_compute_what_single_programs_do(
     assert described.description.defaultFunctionName == "c32" and described.specificationVersion == 9  # macOS 15
     for name, spec in specs.items():
         alone = saved(spec, tmp_path / f"{name}.mlpackage", biased_expert)
-        assert (alone / WEIGHTS).read_bytes() == (path / WEIGHTS).read_bytes()  # each blob is there once
+        sizes = [(p / WEIGHTS).stat().st_size for p in (path, alone)]
+        if weights.startswith("lut"):  # macOS 15's operation takes the codes in a type of their own
+            assert abs(sizes[0] - sizes[1]) < 0.05 * sizes[1]
+        else:
+            assert (alone / WEIGHTS).read_bytes() == (path / WEIGHTS).read_bytes()  # each blob is there once
+            assert load_graph(path, name).weight_bytes == load_graph(alone).weight_bytes
         assert package.stored_spec(path, name) == spec.to_dict() == package.stored_spec(alone)
-        assert load_graph(path, name).weight_bytes == load_graph(alone).weight_bytes
         xs = by_port(spec, inputs(spec))
         loaded = device.load(path, spec, name)
         assert (loaded.function, loaded.spec) == (name, spec)
@@ -739,6 +743,7 @@ def test_a_prepare_stopped_between_two_programs_goes_on(
             preparation.prepare(folder, profile=pairs.folder / PROFILE, plan=pairs.plan, out=out, progress=False)
         assert not out.exists() and len(made) == at
     made.clear()
+    monkeypatch.setattr(preparation, "emit_program", lambda *args: (made.append(args[2].name), emit(*args))[1])
     prepared = preparation.prepare(folder, profile=pairs.folder / PROFILE, plan=pairs.plan, out=out, progress=False)
     assert len(made) <= sum(counts[1:]) and prepared.sites == pairs.sites
     assert [p.name for p in tmp_path.iterdir() if p.name != "cache"] == ["out"]

@@ -11,14 +11,14 @@ from typing import Any
 from ..devices import DEVICES
 from ..errors import ModelError, NpumoeError, UsageError
 from ..progress import note
-from . import add_common, write_text
+from . import add_common, add_overflow, overflow_options, require_parent, write_text
 
 DEFAULT_MODEL = "demo:smollm2"
 NUMBERS = ("prompt_tokens", "prompt_tps", "generation_tokens", "generation_tps", "peak_memory", "finish_reason")
 
 
-def add_attachment(parser: argparse.ArgumentParser) -> None:
-    """The flags of a second device, beside those of mlx-lm."""
+def add_attachment(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    """The flags of a second device, beside those of mlx-lm, in the group that is returned."""
     group = parser.add_argument_group("second device")
     group.add_argument(
         "--prepared",
@@ -27,8 +27,16 @@ def add_attachment(parser: argparse.ArgumentParser) -> None:
         help="What mlx_npumoe.prepare made of the model; 'auto' looks in the cache, 'none' attaches nothing.",
     )
     group.add_argument("--device", choices=DEVICES, default="auto", help="Where hot experts run.")
+    add_overflow(group)
     group.add_argument("--report", metavar="FILE", help="Write what the device did as JSON.")
     add_common(group)
+    return group
+
+
+def require_usable(args: argparse.Namespace) -> None:
+    """Raises UsageError where flags of `add_attachment` could not be followed in the end."""
+    require_parent(args.report, "--report")
+    overflow_options(args)
 
 
 def load_as_asked(args: argparse.Namespace, path: str, *, plain: bool = False, **options: Any) -> Any:
@@ -36,7 +44,8 @@ def load_as_asked(args: argparse.Namespace, path: str, *, plain: bool = False, *
     from ..generation import load
 
     prepared = None if plain or args.prepared == "none" else args.prepared
-    return load(path, prepared=prepared, device=args.device, **options)
+    policies = {} if plain else overflow_options(args)
+    return load(path, prepared=prepared, device=args.device, **policies, **options)
 
 
 def default_model(args: argparse.Namespace) -> None:

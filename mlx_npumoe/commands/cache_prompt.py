@@ -19,7 +19,15 @@ from unittest.mock import patch
 from .. import demo
 from ..cache import whole_file
 from . import parse, require_parent
-from .attached import add_attachment, default_model, finish, in_one_sentence, load_as_asked, require_positive
+from .attached import (
+    add_attachment,
+    default_model,
+    finish,
+    in_one_sentence,
+    load_as_asked,
+    require_positive,
+    require_usable,
+)
 
 SUFFIX = ".safetensors"
 
@@ -37,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command."""
     commands = importlib.import_module("mlx_lm.cache_prompt")
     args = parse(setup_arg_parser(commands), argv)
-    require_parent(args.report, "--report")
+    require_usable(args)
     require_parent(args.prompt_cache_file, "--prompt-cache-file")
     require_positive(args, "max_kv_size")
     default_model(args)

@@ -15,7 +15,7 @@ from typing import Any
 from unittest.mock import patch
 
 from ..errors import UsageError
-from . import parse, require_parent
+from . import parse
 from .attached import (
     NUMBERS,
     add_attachment,
@@ -24,6 +24,7 @@ from .attached import (
     in_one_sentence,
     load_as_asked,
     require_positive,
+    require_usable,
 )
 
 
@@ -40,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command."""
     chat = importlib.import_module("mlx_lm.chat")
     args = parse(setup_arg_parser(chat), argv)
-    require_parent(args.report, "--report")
+    require_usable(args)
     if args.max_tokens == 0:
         raise UsageError("--max-tokens 0 generates nothing; give a positive number, or -1 for no limit.")
     require_positive(args, "max_kv_size", "prefill_step_size")

@@ -9,41 +9,36 @@ import argparse
 import contextlib
 import importlib
 import io
-import json
 import sys
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-from ..devices import DEVICES
-from ..errors import ModelError, NpumoeError, UsageError
+from ..errors import UsageError
 from ..progress import note
-from . import add_common, add_overflow, overflow_options, parse, require_parent, write_text
-
-DEFAULT_MODEL = "demo:smollm2"
+from . import parse, require_parent
+from .attached import (
+    NUMBERS,
+    add_attachment,
+    default_model,
+    finish,
+    in_one_sentence,
+    load_as_asked,
+    require_positive,
+    require_usable,
+)
 
 
 def setup_arg_parser(loops: Any) -> argparse.ArgumentParser:
     """mlx-lm's parser with our flags."""
-    parser = loops.setup_arg_parser()
+    parser: argparse.ArgumentParser = loops.setup_arg_parser()
     parser.prog = "mlx_npumoe.generate"
-    group = parser.add_argument_group("second device")
-    group.add_argument(
-        "--prepared",
-        default="auto",
-        metavar="FOLDER",
-        help="What mlx_npumoe.prepare made of the model; 'auto' looks in the cache, 'none' attaches nothing.",
-    )
-    group.add_argument("--device", choices=DEVICES, default="auto", help="Where hot experts run.")
-    add_overflow(group)
-    group.add_argument(
+    add_attachment(parser).add_argument(
         "--record-routing",
         metavar="FILE",
         help="Add how the experts are used to this routing profile (.safetensors); the text is not changed by it.",
     )
-    group.add_argument("--report", metavar="FILE", help="Write what the device did as JSON.")
-    add_common(group)
     return parser
 
 
@@ -51,45 +46,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command."""
     loops = importlib.import_module("mlx_lm.generate")
     args = parse(setup_arg_parser(loops), argv)
-    require_parent(args.report, "--report")
+    require_usable(args)
     require_parent(args.record_routing, "--record-routing")
     if args.record_routing is not None and not args.record_routing.endswith(".safetensors"):
         raise UsageError(f"--record-routing {args.record_routing} must end in .safetensors.")
-    overflow_options(args)
-    _require_sizes(args)
-    if args.model is None and args.prompt_cache_file is None:
-        args.model = DEFAULT_MODEL
-        note(f"Note: no --model given, using {DEFAULT_MODEL}.")
+    if args.max_tokens == 0:
+        raise UsageError("--max-tokens 0 generates nothing; give a positive number, or -1 for no limit.")
+    require_positive(args, "max_kv_size", "prefill_step_size", "num_draft_tokens")
+    if args.prompt_cache_file is None:  # which names its model
+        default_model(args)
     session = _Session(args)
-    out = io.StringIO() if args.json else sys.stdout
     with (
         patch.object(loops, "setup_arg_parser", lambda: SimpleNamespace(parse_args=lambda: args)),
         patch.object(loops, "load", session.load),
         patch.object(loops, "generate", session.generate),
-        contextlib.redirect_stdout(out),
+        contextlib.redirect_stdout(io.StringIO() if args.json else sys.stdout),
     ):
         try:
-            loops.main()
+            with in_one_sentence():
+                loops.main()
         except KeyboardInterrupt:
             session.save_routing()  # what was used until then
             raise
-        except (NpumoeError, BrokenPipeError):
-            raise
-        except Exception as e:  # whatever mlx-lm, a tokenizer or a template finds wrong
-            reason = " ".join(str(e).split()) or type(e).__name__
-            raise ModelError(f"mlx-lm cannot do this: {reason}") from e
-    session.finish()
+    session.save_routing()
+    result = {"text": session.text, **{n: getattr(session.last, n, None) for n in NUMBERS}}
+    finish(args, session.model, result, line=args.verbose)
     return 0
-
-
-def _require_sizes(args: argparse.Namespace) -> None:
-    """Raises UsageError for sizes mlx-lm would fail on late, or in other words."""
-    if args.max_tokens == 0:
-        raise UsageError("--max-tokens 0 generates nothing; give a positive number, or -1 for no limit.")
-    for flag in ("max_kv_size", "prefill_step_size", "num_draft_tokens"):
-        value = getattr(args, flag, None)
-        if value is not None and value < 1:
-            raise UsageError(f"--{flag.replace('_', '-')} {value} is not a positive number.")
 
 
 class _Session:
@@ -103,12 +85,8 @@ class _Session:
         self.log: Any = None
 
     def load(self, path: str, **options: Any) -> Any:
-        from ..generation import load
-
         draft = self.model is not None
-        prepared = None if draft or self.args.prepared == "none" else self.args.prepared
-        policies = {} if draft else overflow_options(self.args)
-        loaded = load(path, prepared=prepared, device=self.args.device, **policies, **options)
+        loaded = load_as_asked(self.args, path, plain=draft, **options)
         if not draft:
             self.model = loaded[0]
             if self.args.record_routing is not None:
@@ -135,26 +113,3 @@ class _Session:
         for self.last in stream_generate(model, tokenizer, prompt, **options):
             self.text += self.last.text
         return self.text
-
-    def finish(self) -> None:
-        """Print our line, write the report, print the JSON, release the device."""
-        from ..runtime import detach, report
-
-        made = report(self.model, str(self.args.model))
-        self.save_routing()
-        if self.args.report:
-            write_text(self.args.report, made.to_json() + "\n")
-        if self.args.json:
-            numbers = (
-                "prompt_tokens",
-                "prompt_tps",
-                "generation_tokens",
-                "generation_tps",
-                "peak_memory",
-                "finish_reason",
-            )
-            result = {"text": self.text, **{n: getattr(self.last, n) for n in numbers}}
-            print(json.dumps({**result, "report": json.loads(made.to_json())}, indent=2))
-        elif self.args.verbose:
-            print(made.line())
-        detach(self.model)

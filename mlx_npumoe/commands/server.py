@@ -15,8 +15,8 @@ from typing import Any
 
 from ..errors import UsageError
 from ..progress import note
-from . import parse, require_parent, write_text
-from .attached import add_attachment, load_as_asked, require_positive
+from . import parse, write_text
+from .attached import add_attachment, load_as_asked, require_positive, require_usable
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -33,7 +33,7 @@ def setup_arg_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command."""
     args = parse(setup_arg_parser(), argv)
-    require_parent(args.report, "--report")
+    require_usable(args)
     _require_sane(args)
     from mlx_lm.utils import maybe_set_recommended_wired_limit
 

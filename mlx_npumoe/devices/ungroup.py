@@ -12,9 +12,11 @@ from dataclasses import replace
 
 import numpy as np
 
+from ..converters.compressed import decompressed, is_compressed
 from ..converters.mil import Constant, Graph, Operation, Port, Type
 from ..errors import ProgramError
 
+AFFINE = "constexpr_affine_dequantize"
 # Operations that act on each channel apart, where their other operands are single numbers.
 ELEMENTWISE = frozenset(
     {
@@ -24,7 +26,7 @@ ELEMENTWISE = frozenset(
 
 
 def ungrouped(graph: Graph) -> Graph:
-    """The same function without grouped convolutions, as far as their weights can be cut without unpacking them."""
+    """The same function without grouped convolutions, as far as their weights are constants."""
     if not any(op.kind == "conv" and _groups(graph, op) > 1 for op in graph.operations):
         return graph
     return replace(graph, operations=tuple(_Rewriting(graph).operations()))
@@ -138,19 +140,25 @@ class _Rewriting:
         yield Operation("concat", value, inputs, (Port(value, self.types[value]),), {})
 
     def _cut_constant(self, op: Operation, argument: str, count: int) -> list[Operation] | None:
-        """A constant in `count` parts along its first axis, which look at the weight file; None where it cannot be."""
+        """A constant in `count` parts along its first axis, or None where it is none that can be cut.
+
+        Plain and int8 parts look at the weight file; tables and blocks are unpacked.
+        """
         (value,) = op.inputs[argument]
         name = value if isinstance(value, str) else f"{op.name}_{argument}"
         constant = self.graph.find_constant(value)
         producer = self.graph.producers.get(name)
         if constant is not None:
             kind, whole = "const", {"val": constant}
-        elif producer is not None and producer.kind == "constexpr_affine_dequantize":
-            kind, whole = producer.kind, producer.constants
-            if producer.inputs or int(whole["axis"].array()) != 0:
-                return None
-        else:
+        elif producer is None or not is_compressed(producer):
             return None
+        elif producer.kind == AFFINE and not producer.inputs and int(producer.constants["axis"].array()) == 0:
+            kind, whole = producer.kind, producer.constants
+        else:
+            unpacked = decompressed(self.graph, producer)
+            if self.types[name].dtype == "FLOAT16":
+                unpacked = unpacked.astype(np.float16)
+            kind, whole = "const", {"val": Constant(self.types[name], unpacked)}
         type_ = constant.type if constant is not None else self.types[name]
         if not type_.shape or (type_.shape[0] or 0) % count:
             return None
