@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+import threading
 from collections.abc import Sequence
 
 from .errors import NpumoeError, UsageError
@@ -60,7 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Entry of `python -m mlx_npumoe`."""
     argv = list(sys.argv[1:] if argv is None else argv)
     if argv and argv[0] in COMMANDS:
-        return run(argv[0], argv[1:])
+        code = run(argv[0], argv[1:])
+        return _ended(code) if argv[0] == "server" else code
     listing = "\n".join(f"  {name:<12} {what}" for name, what in COMMANDS.items())
     text = f"usage: python -m mlx_npumoe COMMAND ...\n\ncommands:\n{listing}\n\nCOMMAND --help tells more."
     if argv and argv[0] in ("-h", "--help"):
@@ -72,6 +74,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     problem = f"unknown command {argv[0]!r}" if argv else "no command given"
     print(f"{text}\n\nmlx_npumoe: error: {problem}", file=sys.stderr)
     return 2
+
+
+def _ended(code: int) -> int:
+    """End the process at once where threads are left (a client's connection): Python's own way out may abort."""
+    if threading.active_count() > 1:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
 
 
 def _unread() -> int:
@@ -92,7 +103,7 @@ def chat() -> int:
 
 def server() -> int:
     """Console script `mlx_npumoe.server`."""
-    return run("server")
+    return _ended(run("server"))
 
 
 def cache_prompt() -> int:

@@ -16,6 +16,9 @@ from prepared_models import Made, Maker
 
 MESSAGES = ["Sphinx of black quartz, judge my vow. " * 3, "h", "Jackdaws love it. " * 4, "r", "Go, wizards! " * 5]
 
+POLICY = {"--overflow", "--saliency", "--prune-renormalise"}
+OURS = {"--prepared", "--device", "--report", "--json", "--quiet"} | POLICY
+
 
 @pytest.fixture(autouse=True)
 def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,5 +143,18 @@ def test_every_flag_of_mlx_lm_is_there(command: str) -> None:
     ours = importlib.import_module(f"mlx_npumoe.commands.{command}")
     mine = ours.setup_arg_parser(importlib.import_module(f"mlx_lm.{command}"))
     flags, more = ({o for a in p._actions for o in a.option_strings} for p in (stock_parser, mine))
-    assert len(flags) > 10 and more - flags == {"--prepared", "--device", "--report", "--json", "--quiet"}
+    assert len(flags) > 10 and more - flags == OURS
     assert flags <= more
+
+
+def test_a_lossy_policy_is_passed_on_and_flags_without_effect_are_refused(
+    made: Made, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["--model", str(made.folder), "--max-tokens", "5", "--prepared", str(made.prepared.folder), "--json"]
+    monkeypatch.setattr(sys, "stdin", io.StringIO(MESSAGES[0] + "\n"))
+    assert run("chat", [*argv, "--overflow", "prune", "--saliency", "gate"]) == 0
+    report = json.loads(capsys.readouterr().out)["report"]
+    assert report["totals"]["launches"] and report["overflow"] == "prune by gate"
+    for command, more in (("chat", []), ("cache_prompt", ["--prompt", "a", "--prompt-cache-file", "c.safetensors"])):
+        assert run(command, [*argv[:2], *more, "--saliency", "gate"]) == 2
+        assert "--overflow prune only" in capsys.readouterr().err
